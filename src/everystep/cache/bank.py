@@ -33,7 +33,7 @@ NOWHERE = -1
 
 
 class BankPart(NamedTuple):
-    """What a row holds in a bank: `chain` from position `first` on, then `tail` positions."""
+    """The contents of a row in a bank: `chain` from position `first` on, then `tail` positions."""
 
     first: int = 0
     chain: tuple[Link, ...] = ()
@@ -80,13 +80,13 @@ class Bank:
 
     @property
     def forgets(self) -> bool:
-        """Whether something of a row is dropped or rounded before the row is freed."""
+        """True if something of a row is dropped or rounded before the row is freed."""
         return self._window is not None or self.coding is not None
 
     # --- verbs ------------------------------------------------------------------------------------
 
     def restore(self, kv: Tensor, length: int) -> BankPart:
-        """What a row of `length` positions holds, the last ones of which are kv (L, 2, K, n, D)."""
+        """Return a row of `length` positions, the last ones of which are kv (L, 2, K, n, D)."""
         count = kv.shape[3]
         if not count:
             return BankPart(length)
@@ -94,7 +94,7 @@ class Bank:
         return BankPart(length - count, (Link(segment, count),))
 
     def fork(self, part: BankPart, line: int) -> BankPart:
-        """What two rows share from now on, but for the tail in `line`, if it still has one."""
+        """Return what two rows share from now on, but for a tail that is left in `line`."""
         least = LATER_FREEZE if part.chain else FIRST_FREEZE
         if self.coding is None and part.tail >= least and len(part.chain) < MAX_CHAIN:
             segment = self.shelf.store(self.tails.read(line, part.tail))
@@ -105,7 +105,7 @@ class Bank:
         return part
 
     def cut(self, part: BankPart, length: int) -> BankPart:
-        """Only the positions before `length` are left."""
+        """Leave only the positions before `length`."""
         tail, kept, at = max(0, length - part.base), [], part.first
         for link in part.chain:
             if at < length:
@@ -118,7 +118,7 @@ class Bank:
     # --- feeds ------------------------------------------------------------------------------------
 
     def settle(self, part: BankPart, line: int, start: int) -> BankPart:
-        """Before a feed at `start`: what no query from there on sees is dropped."""
+        """Drop, before a feed at `start`, what no query from there on sees."""
         if self.coding is not None:
             return self._absorbed(part, line)
         if self._window is None:
@@ -135,7 +135,7 @@ class Bank:
         return BankPart(part.first + gone, (), part.tail - gone)
 
     def extended(self, part: BankPart, count: int, floor: int, *, alone: bool) -> BankPart:
-        """What the row holds after `count` more positions; it may be cut back to `floor`.
+        """Return the row after `count` more positions; it may be cut back to `floor`.
 
         `alone`: the feed brings what its own queries see, so that not all of it must be stored.
         """
@@ -156,7 +156,7 @@ class Bank:
         return BankPart(part.first, part.chain, part.tail + count)
 
     def _absorbed(self, part: BankPart, line: int) -> BankPart:
-        """The same positions, those that were restored in full precision as a tail or as codes."""
+        """Return the same positions, those restored in full precision as a tail or as codes."""
         exact = [link for link in part.chain if link.segment.codes is None]
         if not exact:
             return part
@@ -175,7 +175,7 @@ class Bank:
     # --- keys and values --------------------------------------------------------------------------
 
     def read(self, layer: int, part: BankPart, line: int) -> list[Tensor]:
-        """What a layer holds of a row, (2, K, n, D), one after another."""
+        """Return what a layer holds of a row, (2, K, n, D), one after another."""
         shelf, parts = self.shelf.layer(layer), []
         for segment, length in part.chain:
             if segment.codes is not None:
@@ -187,7 +187,7 @@ class Bank:
         return parts
 
     def export(self, part: BankPart, line: int, length: int) -> list[tuple[Tensor, Tensor]]:
-        """Per layer (K, n, D) keys and values of the last n of `length` positions, as copies."""
+        """Return copies of (K, n, D) keys and values of the last n of `length` positions."""
         keys, values = self.store.key_dim, self.store.value_dim
         # One more than the next query sees: cache objects have room for a whole window.
         first = 0 if self._window is None else max(length - self._window, 0)
@@ -202,7 +202,7 @@ class Bank:
     # --- codes ------------------------------------------------------------------------------------
 
     def encode(self, exact: Tensor, segment: Segment | None) -> Tensor:
-        """Positions (2, K, n, D), whole groups, as the codes of them stand for them.
+        """Return positions (2, K, n, D), whole groups, as their codes stand for them.
 
         `segment` keeps the codes of the first of them; layers come one after another.
         """
@@ -213,7 +213,7 @@ class Bank:
         return self._decoded(codes, exact.dtype)
 
     def _decoded(self, codes: tuple[Codes, Codes], dtype: torch.dtype) -> Tensor:
-        """(2, K, n, D): what the codes of keys and of values stand for."""
+        """Return (2, K, n, D): what the codes of keys and of values stand for."""
         return torch.stack(self.how.decode(*codes, dtype)).flatten(-3, -2)
 
     @property

@@ -16,7 +16,7 @@ from everystep.errors import RequestError, UnsupportedError, shown
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """Per layer of a configuration, or as listed, how far it looks back; None for all the way."""
+    """Return how far each layer of a configuration or list looks back; None for all the way."""
     if isinstance(config, list):
         wrong = [one for one in config if one is not None and not is_integer(one)]
         if wrong:
@@ -54,7 +54,7 @@ def layer_windows(config: Any) -> list[int | None]:
 
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization:
-    """How to quantise, from the names that a `cache_config` has; None stands for the default."""
+    """Read how to quantise from the names of a `cache_config`; None stands for the default."""
     names = {"nbits": "bits", "q_group_size": "group", "residual_length": "residual"}
     axes = "keys per channel, values per position"
     fixed = {"backend": "'everystep', the library's own", "axis_key": axes, "axis_value": axes}
@@ -83,7 +83,7 @@ def refuse_quantized_windows(windows: Sequence[int | None]) -> None:
 
 
 def layers_of(given: Any) -> list[tuple[Any, ...]]:
-    """Tuples of tensors, one per layer; RequestError for anything else."""
+    """Return tuples of tensors, one per layer; raise RequestError for anything else."""
     if given is None:
         return []
     listed = isinstance(given, Iterable) and not isinstance(given, str | bytes | Tensor | Mapping)

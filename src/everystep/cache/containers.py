@@ -73,17 +73,17 @@ class Cache:
         return f"{type(self).__name__}({briefly(self.layers)})"
 
     def __len__(self) -> int:
-        """How many layers there are; those that are added on demand count once they exist."""
+        """Return the number of layers; those that are added on demand count once they exist."""
         return len(self.layers)
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:
-        """Keys, values and the window (None for all positions) of every layer."""
+        """Yield keys, values and the window (None for all positions) of every layer."""
         for layer in self.layers:
             window = getattr(layer, "sliding_window", None)
             yield layer.keys, layer.values, None if window is None else torch.tensor(window)
 
     def __getitem__(self, layer_idx: int) -> tuple[Tensor | None, Tensor | None]:
-        """Keys and values of a layer."""
+        """Return keys and values of a layer."""
         layer = self.layers[layer_idx]
         return layer.keys, layer.values
 
@@ -104,82 +104,82 @@ class Cache:
         return self.layers[layer_idx].update(key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many positions a layer was given; 0 for one that does not exist yet."""
+        """Return how many positions a layer was given; 0 for one that does not exist yet."""
         return self.layers[layer_idx].get_seq_length() if layer_idx < len(self.layers) else 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """How many positions fit into a layer, or into the largest; -1 without a limit."""
+        """Return how many positions fit into a layer, or into the largest; -1 without a limit."""
         if layer_idx is None:
             return max((layer.get_max_length() for layer in self.layers), default=-1)
         return self.layers[layer_idx].get_max_length() if layer_idx < len(self.layers) else -1
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """How many positions fit into a layer; -1 without a limit."""
+        """Return how many positions fit into a layer; -1 without a limit."""
         return self.get_max_length(layer_idx)
 
     def reset(self) -> None:
-        """Nothing is stored; room made before stays."""
+        """Drop everything that is stored; room made before stays."""
         self.pads = self.shifts = None
         for layer in self.layers:
             layer.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """The last `-tokens_to_remove` positions of every layer are gone."""
+        """Drop the last `-tokens_to_remove` positions of every layer."""
         for layer in self.layers:
             layer.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row b holds what row `beam_idx[b]` held."""
+        """Put into row b what row `beam_idx[b]` held."""
         rows = self._rows(beam_idx)
         self._change(lambda x: x[rows.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row stands `repeats` times, its copies side by side."""
+        """Repeat every row `repeats` times, its copies side by side."""
         self._change(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
-        """Only the given rows are left, in their order."""
+        """Keep only the given rows, in their order."""
         rows = self._rows(indices)
         self._change(lambda x: x[rows.to(x.device)])
 
     def activate_past_recording(self) -> None:
-        """From now on sliding layers keep what they need to go back, until the next `crop`."""
+        """Let sliding layers keep, until the next `crop`, what they need to go back."""
         for layer in self.layers:
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.activate_past_recording()
 
     def to_legacy_cache(self) -> tuple[Pair, ...]:
-        """(keys, values) of every layer, as releases before caches were objects had them."""
+        """Return (keys, values) of every layer, as releases before caches were objects had them."""
         return tuple(layer.whole() for layer in self.layers)
 
     @property
     def abilities(self) -> frozenset[str]:
-        """Of "grow", "fork" and "truncate": what all layers can do."""
+        """The abilities, of "grow", "fork" and "truncate", that all layers have."""
         return ALL_ABILITIES.intersection(*(layer.abilities for layer in self.layers))
 
     @property
     def batch_size(self) -> int:
-        """How many rows are stored; -1 before the first update."""
+        """The number of rows that are stored; -1 before the first update."""
         return self.layers[0].batch_size if self.layers else -1
 
     @property
     def is_initialized(self) -> bool:
-        """Whether every layer was updated."""
+        """True if every layer was updated."""
         return bool(self.layers) and all(layer.is_initialized for layer in self.layers)
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` leaves it as if the positions had never been."""
+        """True if `crop` leaves it as if the positions had never been."""
         return "truncate" in self.abilities
 
     @property
     def is_compileable(self) -> bool:
-        """Whether its memory stays where it is."""
+        """True if its memory stays where it is."""
         return bool(self.layers) and all(layer.is_compileable for layer in self.layers)
 
     @property
     def is_sliding(self) -> list[bool]:
-        """Per layer, whether it keeps a window only."""
+        """One flag per layer: it keeps a window only."""
         return [layer.is_sliding for layer in self.layers]
 
     def _change(self, change: Change) -> None:
@@ -191,7 +191,10 @@ class Cache:
             self.shifts = change(self.shifts)
 
     def _rows(self, indices: Any) -> Tensor:
-        """(n,) numbers of rows, or one bool per row; RequestError for anything else."""
+        """Return (n,) numbers of rows, or one bool per row.
+
+        Raise RequestError for anything else.
+        """
         try:
             rows = torch.as_tensor(indices)
         except (TypeError, ValueError, RuntimeError):
@@ -240,7 +243,7 @@ class DynamicCache(Cache):
 
     @classmethod
     def from_legacy_cache(cls, past_key_values: Iterable[Sequence[Any]] | None) -> DynamicCache:
-        """A cache that holds (keys, values) of every layer."""
+        """Return a cache that holds (keys, values) of every layer."""
         return cls(past_key_values)
 
 
@@ -310,7 +313,7 @@ class QuantizedCache(Cache):
 
 
 class EncoderDecoderCache(Cache):
-    """What a decoder remembers of itself, and the keys and values of the encoder's states.
+    """The cache of a decoder: its own positions, and keys and values of the encoder's states.
 
     `is_updated`: per layer, whether the latter are stored. One argument: per layer a tuple (own
     keys, own values, encoder keys, encoder values).
@@ -332,18 +335,18 @@ class EncoderDecoderCache(Cache):
         return f"EncoderDecoderCache({self.self_attention_cache}, {self.cross_attention_cache})"
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:
-        """Own keys, values and window, then the encoder's, of every layer."""
+        """Yield own keys, values and window, then the encoder's, of every layer."""
         for own, across in zip(self.self_attention_cache, self.cross_attention_cache, strict=False):
             yield (*own, *across)
 
     def reset(self) -> None:
-        """Nothing is stored, of either half."""
+        """Drop everything that is stored, of either half."""
         self.self_attention_cache.reset()
         self.cross_attention_cache.reset()
         self.is_updated = dict.fromkeys(self.is_updated, False)
 
     def to_legacy_cache(self) -> tuple[tuple[Tensor, ...], ...]:  # type: ignore[override]
-        """(own keys, own values, encoder keys, encoder values) of every layer."""
+        """Return (own keys, own values, encoder keys, encoder values) of every layer."""
         own = self.self_attention_cache.to_legacy_cache()
         across = self.cross_attention_cache.to_legacy_cache()
         return tuple((*one, *other) for one, other in zip(own, across, strict=True))
@@ -352,7 +355,7 @@ class EncoderDecoderCache(Cache):
     def from_legacy_cache(
         cls, past_key_values: Iterable[Sequence[Any]] | None
     ) -> EncoderDecoderCache:
-        """A cache that holds the four tensors of every layer."""
+        """Return a cache that holds the four tensors of every layer."""
         return cls(past_key_values or ())
 
     def _change(self, change: Change) -> None:
@@ -361,7 +364,7 @@ class EncoderDecoderCache(Cache):
 
 
 def own_half(cache: Cache) -> Cache:
-    """The half of the decoder's own positions, which is a plain cache itself."""
+    """Return the half of the decoder's own positions, which is a plain cache itself."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 

@@ -35,7 +35,7 @@ _EVERYTHING = Sight(np.empty(0), np.empty(0), causal=False)
 
 
 class CacheContext:
-    """What the layers of a network see of the rows in one step, whose verbs were applied.
+    """The rows in one step, whose verbs were applied, as the layers of a network see them.
 
     `attentions`, `cross_attentions`: by the index of each feed that wants weights, (H, count, S) of
     one layer after another. `kept`: the hidden states of layers, None where no feed wants them.
@@ -114,7 +114,7 @@ class CacheContext:
         rule: Rule,
         bias: RelativeBias | None,
     ) -> Tensor:
-        """One softmax over the scores of every level of segments and of the tails."""
+        """Take one softmax over the scores of every level of segments and of the tails."""
         tails, shelf = bank.tails.layer(index), bank.shelf.layer(index)
         k, v = bank.format.unpacked(tails[:, : shape.rows, :, : box.tail])
         own = _filled(q, shape)
@@ -156,7 +156,7 @@ class CacheContext:
         return _seen(own, seen, rule, self._sight(place, feed), bias, feed, self.attentions)
 
     def _sight(self, place: int, feed: PlannedFeed) -> Sight:
-        """What a span's queries see, made once for all layers of a bank."""
+        """Return what a span's queries see, made once for all layers of a bank."""
         key = (place, feed.index)
         if key not in self._sights:
             bank = self._rows.banks[place]
@@ -190,7 +190,7 @@ def _seen(
     feed: PlannedFeed,
     weights: dict[int, list[Tensor]],
 ) -> Tensor:
-    """Queries (R, T, H, D) on kv (2, R, K, S, D); the feed's weights are kept where wanted."""
+    """Attend with queries (R, T, H, D) to kv (2, R, K, S, D); keep weights that the feed wants."""
     k, v = kv
     if not feed.weights:
         return look(q, k, v, rule, sight, bias)
@@ -200,7 +200,7 @@ def _seen(
 
 
 def _by_position(weights: Tensor, sight: Sight) -> Tensor:
-    """(H, T, keys) -> (H, T, S): one weight for every position of the row."""
+    """Turn (H, T, keys) into (H, T, S): one weight for every position of the row."""
     if sight is _EVERYTHING:
         return weights
     keys = torch.as_tensor(sight.keys, device=weights.device)
@@ -209,7 +209,7 @@ def _by_position(weights: Tensor, sight: Sight) -> Tensor:
 
 
 def _span_sight(place: int, feed: PlannedFeed) -> Sight:
-    """A span looks at what its row held, and at itself."""
+    """Return the sight of a span, which looks at what its row held, and at itself."""
     first = feed.before[place].first
     keys = np.arange(first, feed.start + feed.count)
     mask = None if feed.mask is None else feed.mask[..., first:]
@@ -221,9 +221,9 @@ def _span_sight(place: int, feed: PlannedFeed) -> Sight:
 
 
 def _coded(bank: Bank, place: int, index: int, feed: PlannedFeed, own: Tensor) -> Tensor:
-    """(2, 1, K, S, D): what some query sees as codes, then what some query sees exactly.
+    """Return (2, 1, K, S, D): what some query sees as codes, then what some query sees exactly.
 
-    Stores `own` (2, K, count, D).
+    Store `own` (2, K, count, D).
     """
     before, after = feed.before[place], feed.after[place]
     *codes, exact = [*bank.read(index, before, feed.row.line), own]
@@ -239,12 +239,12 @@ def _coded(bank: Bank, place: int, index: int, feed: PlannedFeed, own: Tensor) -
 
 
 def _soon(bank: Bank, place: int, feed: PlannedFeed) -> int:
-    """How many exact positions the last query of a feed sees as codes."""
+    """Return how many exact positions the last query of a feed sees as codes."""
     return max(bank.how.packed(feed.start + feed.count - 1) - feed.before[place].base, 0)
 
 
 def _coded_sight(bank: Bank, place: int, feed: PlannedFeed) -> Sight:
-    """Each position is seen exactly up to its turn, and by its codes from then on."""
+    """Return a sight of each position exactly up to its turn, and by its codes from then on."""
     base, end = feed.before[place].base, feed.start + feed.count
     codes, exact = np.arange(base + _soon(bank, place, feed)), np.arange(base, end)
     keys = np.concatenate([codes, exact])
@@ -258,11 +258,11 @@ def _coded_sight(bank: Bank, place: int, feed: PlannedFeed) -> Sight:
 
 
 def _filled(q: Tensor, shape: Rectangle) -> Tensor:
-    """Packed queries (N, H, D) -> (rows, length, H, D)."""
+    """View packed queries (N, H, D) as (rows, length, H, D), filled up."""
     chosen = q[: shape.packed] if shape.gather is None else q[shape.gather]
     return chosen.view(shape.rows, shape.length, *q.shape[1:])
 
 
 def _packed(out: Tensor, shape: Rectangle) -> Tensor:
-    """(rows * length, x) -> (n, x)."""
+    """Pack (rows * length, x) -> (n, x)."""
     return out if shape.scatter is None else out[shape.scatter]

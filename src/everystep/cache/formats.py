@@ -30,7 +30,7 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class KvFormat:
-    """How (..., D) keys or values of the type `computed` are kept; `name` None: as they are."""
+    """The form of kept (..., D) keys or values of the type `computed`; `name` None: as they are."""
 
     computed: torch.dtype
     name: CacheDtype | None = None
@@ -41,20 +41,20 @@ class KvFormat:
         return self.computed if self.name is None else getattr(torch, self.name)
 
     def width(self, dim: int) -> int:
-        """How many numbers are kept of `dim`."""
+        """Return how many numbers are kept of `dim`."""
         return dim + (_SCALE_BYTES if self.name == "int8" else 0)
 
     def packed(self, kv: Tensor) -> Tensor:
-        """What is kept of (..., D)."""
+        """Return what is kept of (..., D)."""
         return _codes(kv.float()) if self.name == "int8" else kv.to(self.dtype)
 
     def unpacked(self, kept: Tensor) -> Tensor:
-        """The (..., D) that what is kept stands for."""
+        """Return the (..., D) that what is kept stands for."""
         return (_values(kept) if self.name == "int8" else kept).to(self.computed)
 
 
 def _codes(values: Tensor) -> Tensor:
-    """(..., D) float32 -> (..., D + 4) int8: codes, then the bytes of their scale."""
+    """Turn (..., D) float32 into (..., D + 4) int8: codes, then the bytes of their scale."""
     # What is not finite makes the scale NaN, and with it all that the codes stand for.
     scale = values.abs().amax(-1, keepdim=True) / 127 + (values * 0).sum(-1, keepdim=True)
     codes = (values / torch.where(scale == 0, 1.0, scale)).round().nan_to_num().to(torch.int8)
@@ -62,7 +62,7 @@ def _codes(values: Tensor) -> Tensor:
 
 
 def _values(kept: Tensor) -> Tensor:
-    """The inverse of `_codes`, up to rounding."""
+    """Undo `_codes`, up to rounding."""
     scale = kept[..., -_SCALE_BYTES:].contiguous().view(torch.float32)
     return kept[..., :-_SCALE_BYTES] * scale
 
@@ -79,13 +79,13 @@ class Codes(NamedTuple):
     least: Tensor
 
     def first(self, groups: int) -> Codes:
-        """A copy of the first groups of (..., groups, group, D)."""
+        """Return a copy of the first groups of (..., groups, group, D)."""
         return Codes(*(x[..., :groups, :, :].clone() for x in self))
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How a cache is quantised.
+    """The quantisation of a cache.
 
     `bits`: 8 or 4 per number. `group`: positions that share the step of a key channel, and at most
     how many channels of a value share one. `residual`: the last so many positions, at least, keep
@@ -111,19 +111,22 @@ class Quantization:
                 )
 
     def packed(self, length: int) -> int:
-        """How many of `length` positions are stored as integers: whole groups, the oldest first.
+        """Return how many of `length` positions are stored as integers: whole groups, the oldest
+        first.
 
         It depends on the position alone, so it is the same however the positions were fed.
         """
         return max(length - self.residual, 0) // self.group * self.group
 
     def turn(self, places: np.ndarray) -> np.ndarray:
-        """The first query position that sees the codes of each of the positions `places`."""
+        """Return the first query position that sees the codes of each of the positions `places`."""
         return (places // self.group + 1) * self.group + self.residual
 
     def encode(self, keys: Tensor, values: Tensor) -> tuple[Codes, Codes]:
-        """(..., group, D) keys, with one step per channel, and values, with one per position and
-        `group` channels, or as many of them as divide D."""
+        """Encode keys (..., group, D), with one step per channel, and values of the same shape.
+
+        Values have one step per position and `group` channels, or as many of them as divide D.
+        """
         dim, most = values.shape[-1], max(self.group, 2)
         channels = max(n for n in range(2, dim + 1, 2) if dim % n == 0 and n <= most)
         found = _encode(values.unflatten(-1, (-1, channels)), -1, self.bits)  # type: ignore[no-untyped-call]
@@ -131,14 +134,14 @@ class Quantization:
         return _encode(keys, -2, self.bits), joined
 
     def decode(self, keys: Codes, values: Codes, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(..., group, D) keys and values that the codes stand for."""
+        """Return (..., group, D) keys and values that the codes stand for."""
         apart = values.codes.unflatten(-1, (values.step.shape[-1], -1))  # type: ignore[no-untyped-call]
         wide = Codes(apart, values.step[..., None], values.least[..., None])
         return _decode(keys, self.bits, dtype), _decode(wide, self.bits, dtype).flatten(-2)
 
 
 def _encode(x: Tensor, dim: int, bits: int) -> Codes:
-    """One step and least value along a dimension."""
+    """Encode with one step and least value along a dimension."""
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     kind = torch.float32 if x.dtype.itemsize >= 4 else torch.float16
     top = 2**bits - 1

@@ -21,7 +21,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 class CacheLayer(ABC):
-    """What every layer of a cache can do.
+    """A layer of a cache, with what every kind of it can do.
 
     `keys`, `values`: what is stored, (B, K, S, D), or None before the first update. `abilities`:
     of "grow" (beyond a size fixed before), "fork" (rows may be copied) and "truncate".
@@ -45,44 +45,47 @@ class CacheLayer(ABC):
 
     @abstractmethod
     def crop(self, tokens_to_remove: int) -> None:
-        """The last `-tokens_to_remove` positions are gone; the number is negative or 0."""
+        """Drop the last `-tokens_to_remove` positions; the number is negative or 0."""
 
     def whole(self) -> tuple[Tensor, Tensor]:
-        """(B, K, S, D) keys and values as they are stored; RequestError where nothing is."""
+        """Return (B, K, S, D) keys and values as they are stored.
+
+        Raise RequestError where nothing is.
+        """
         if self.keys is None or self.values is None:
             raise RequestError("a layer of the cache is empty", do="Update it first")
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """How many positions were stored, those that a window has dropped included."""
+        """Return how many positions were stored, those that a window has dropped included."""
         return self._length
 
     def get_max_length(self) -> int:
-        """How many positions it can hold at most; -1 without a limit."""
+        """Return how many positions it can hold at most; -1 without a limit."""
         return -1
 
     @property
     def is_initialized(self) -> bool:
-        """Whether the size of a row is known: something was stored."""
+        """True if the size of a row is known: something was stored."""
         return self.keys is not None
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` leaves it as if the positions had never been."""
+        """True if `crop` leaves it as if the positions had never been."""
         return "truncate" in self.abilities
 
     @property
     def batch_size(self) -> int:
-        """How many rows are stored; -1 before the first update."""
+        """The number of rows that are stored; -1 before the first update."""
         return -1 if self.keys is None else self.keys.shape[0]
 
     def reset(self) -> None:
-        """Nothing is stored."""
+        """Drop everything that is stored."""
         self.keys = self.values = None
         self._length = 0
 
     def change_rows(self, change: Change) -> None:
-        """Every stored tensor is replaced by what `change` makes of its rows."""
+        """Replace every stored tensor by what `change` makes of its rows."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = change(self.keys), change(self.values)
 
@@ -124,7 +127,7 @@ class DynamicSlidingWindowLayer(DynamicLayer):
         return self.sliding_window
 
     def activate_past_recording(self) -> None:
-        """From now on everything is kept until the next `crop`, which may then go back."""
+        """Keep everything until the next `crop`, which may then go back."""
         self._keeps_past = True
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +140,7 @@ class DynamicSlidingWindowLayer(DynamicLayer):
         return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
-        """The last positions are gone, and what the window no longer sees."""
+        """Drop the last positions, and what the window no longer sees."""
         full = self._length >= self.sliding_window
         if full and not self._keeps_past:
             raise UnsupportedError(
@@ -151,7 +154,7 @@ class DynamicSlidingWindowLayer(DynamicLayer):
             self.change_rows(self._last)
 
     def _last(self, x: Tensor) -> Tensor:
-        """The positions that the next one can see; -0 would be all of them."""
+        """Return the positions that the next one can see; -0 would be all of them."""
         return x[..., max(x.shape[-2] - self.sliding_window + 1, 0) :, :]
 
 
@@ -183,7 +186,7 @@ class StaticLayer(CacheLayer):
         return held
 
     def _keep(self, keys: Tensor, values: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
-        """The room, with (B, K, T, D) written into it from `start` on."""
+        """Return the room, with (B, K, T, D) written into it from `start` on."""
         if self.keys is None or self.values is None:
             self.keys, self.values = self._room(keys), self._room(values)
         for room, new in ((self.keys, keys), (self.values, values)):
@@ -191,7 +194,7 @@ class StaticLayer(CacheLayer):
         return self.keys, self.values
 
     def whole(self) -> tuple[Tensor, Tensor]:
-        """(B, K, S, D) keys and values, without the room that is left."""
+        """Return (B, K, S, D) keys and values, without the room that is left."""
         keys, values = super().whole()
         kept = min(self._length, self.max_cache_len)
         return keys[..., :kept, :], values[..., :kept, :]
@@ -201,7 +204,7 @@ class StaticLayer(CacheLayer):
         return like.new_zeros(batch, heads, self.max_cache_len, dim)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused: positions of a static cache are never taken back."""
+        """Refuse: positions of a static cache are never taken back."""
         _removed(tokens_to_remove, self._length)
         raise UnsupportedError(
             "a static cache cannot be cropped", wanted="a DynamicCache", do="Use a DynamicCache"
@@ -261,14 +264,14 @@ class QuantizedLayer(CacheLayer):
         return everything
 
     def whole(self) -> tuple[Tensor, Tensor]:
-        """(B, K, S, D) keys and values of all positions."""
+        """Return (B, K, S, D) keys and values of all positions."""
         own = super().whole()
         coded = [self.quantization.decode(*one, own[0].dtype) for one in self._groups]
         keys, values = zip(*coded, own, strict=True)
         return torch.cat(keys, dim=-2), torch.cat(values, dim=-2)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """The last positions are gone; the rest of a group that is cut stays as it was stored."""
+        """Drop the last positions; the rest of a group that is cut stays as it was stored."""
         count = _removed(tokens_to_remove, self._length)
         if not count:
             return
@@ -284,7 +287,7 @@ class QuantizedLayer(CacheLayer):
         self._groups.clear()
 
     def change_rows(self, change: Change) -> None:
-        """Codes move as they are."""
+        """Change rows, with their codes as they are."""
         super().change_rows(change)
         self._groups = [
             (Codes(*map(change, keys)), Codes(*map(change, values)))
@@ -293,7 +296,7 @@ class QuantizedLayer(CacheLayer):
 
     @property
     def stored_bytes(self) -> int:
-        """What keys and values cost."""
+        """The size of keys and values."""
         parts = [part for pair in self._groups for one in pair for part in one]
         full = [one for one in (self.keys, self.values) if one is not None]
         return sum(part.numel() * part.element_size() for part in [*parts, *full])
@@ -311,7 +314,7 @@ class QuantizedLayer(CacheLayer):
 
 
 def _removed(tokens_to_remove: int, length: int) -> int:
-    """How many positions a crop takes away."""
+    """Return how many positions a crop takes away."""
     if tokens_to_remove > 0:
         raise RequestError(
             "crop takes the number of positions to remove, as a negative number",
@@ -323,7 +326,7 @@ def _removed(tokens_to_remove: int, length: int) -> int:
 
 
 def briefly(layers: Sequence[CacheLayer]) -> str:
-    """How many layers there are of which kind and length, of three kinds at most."""
+    """Return how many layers there are of which kind and length, of three kinds at most."""
     kinds = Counter(map(repr, layers))
     shown = [f"{n} x {kind}" if n > 1 else kind for kind, n in kinds.most_common(3)]
     return ", ".join([*shown, "..."] if len(kinds) > 3 else shown) or "empty"

@@ -12,11 +12,11 @@ from everystep.errors import RequestError
 
 
 def read_legacy(given: Any, windows: Sequence[int | None], *, across: bool) -> Cache:
-    """A cache that holds what the tuples of every layer say: (keys, values), (R, K, S, D) each, and
-    `across` those of encoder states after them.
+    """Return a cache of the tuples of every layer: (keys, values), (R, K, S, D) each.
 
-    `windows`: per layer, how far it looks back. RequestError for anything else, and where a window
-    is full: how many positions it has dropped, tuples do not say.
+    With `across`, those of encoder states come after them. `windows`: per layer, how far it looks
+    back. Raise RequestError for anything else, and where a window is full: how many positions it
+    has dropped, tuples do not say.
     """
     wanted = f"{len(windows)} layers of {4 if across else 2} tensors (rows, heads, length, size)"
     if len(given) != len(windows):

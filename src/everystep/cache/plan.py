@@ -54,7 +54,7 @@ class PlannedFeed:
 
     @property
     def in_span(self) -> bool:
-        """Whether it is no part of the rectangle."""
+        """True if it is no part of the rectangle."""
         return self.alone or self.count > LONGEST_IN_RECTANGLE
 
 
@@ -76,21 +76,21 @@ class Level:
     place: Tensor
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Queries (R, K, q, D) on keys (G, K, S, D) -> (R, K, q, S)."""
+        """Multiply queries (R, K, q, D) by keys (G, K, S, D) -> (R, K, q, S)."""
         return self._back(self._gather(q) @ k.transpose(-1, -2), q.shape[0])
 
     def mix(self, p: Tensor, v: Tensor) -> Tensor:
-        """Weights (R, K, q, S) of values (G, K, S, D) -> (R, K, q, D)."""
+        """Mix values (G, K, S, D) by weights (R, K, q, S) -> (R, K, q, D)."""
         return self._back(self._gather(p) @ v, p.shape[0])
 
     def _gather(self, x: Tensor) -> Tensor:
-        """(R, K, q, x) -> (G, K, W * q, x)."""
+        """Gather (R, K, q, x) -> (G, K, W * q, x)."""
         if self.single:
             return x.transpose(0, 1).reshape(1, x.shape[1], -1, x.shape[3])
         return x[self.members].transpose(1, 2).flatten(2, 3)
 
     def _back(self, x: Tensor, rows: int) -> Tensor:
-        """(G, K, W * q, x) -> (R, K, q, x)."""
+        """Take (G, K, W * q, x) back to (R, K, q, x)."""
         if self.single:
             return x.view(x.shape[1], rows, -1, x.shape[3]).transpose(0, 1)
         apart = x.view(*x.shape[:2], self.members.shape[1], -1, x.shape[3])
@@ -99,7 +99,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Box:
-    """What the rows of a rectangle look at in one bank: segments by levels, then `tail` positions.
+    """The keys of a rectangle's rows in one bank: segments by levels, then `tail` positions.
 
     `sight`: what of it their queries see.
     """
@@ -129,7 +129,7 @@ class Rectangle:
 
 
 class Writes(NamedTuple):
-    """Where the keys and values of packed positions are written in a bank.
+    """The places of a bank where the keys and values of packed positions are written.
 
     `lines`, `places` (n,), of the packed positions `chosen` (n,); None: of all.
     """
@@ -157,7 +157,7 @@ class Plan:
 
 
 def make_plan(rows: RowCache, work: Work) -> Plan:
-    """The layout of a work whose verbs were applied.
+    """Lay out a work whose verbs were applied.
 
     Afterwards every fed row has the length it will have when the step is over.
     """
@@ -187,7 +187,7 @@ def make_plan(rows: RowCache, work: Work) -> Plan:
 
 
 def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """`counts` whole numbers from each of `starts` on, one run after another."""
+    """Return `counts` whole numbers from each of `starts` on, one run after another."""
     before = np.cumsum(counts) - counts
     return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))
 
@@ -195,7 +195,7 @@ def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def _feed(
     rows: RowCache, work: Work, index: int, number: int, start: int, count: int, wanted: int
 ) -> PlannedFeed:
-    """The row holds `count` more positions, whose keys, values and states follow."""
+    """Let the row hold `count` more positions, whose keys, values and states follow."""
     row, extra = rows[number], work.extras.get(index, _PLAIN)
     if row.length != start:
         what = f"row {number} is fed at the wrong place"
@@ -207,7 +207,7 @@ def _feed(
 
 
 def _alike(feed: PlannedFeed) -> tuple[int, int]:
-    """Equal for neighbours that form one span."""
+    """Return a key that is equal for neighbours that form one span."""
     return feed.count, feed.index if feed.alone or feed.start else -1
 
 
@@ -279,7 +279,7 @@ def _box(
 def _filling(
     feeds: Sequence[PlannedFeed], rows: int, length: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """See `Rectangle.gather` and `Rectangle.scatter`."""
+    """Return `Rectangle.gather` and `Rectangle.scatter`."""
     counts = np.array([feed.count for feed in feeds])
     if len(feeds) == rows and counts.min() == length:
         return None, None
@@ -290,7 +290,7 @@ def _filling(
 
 
 def _level(links: Sequence[Link | None], device: torch.device) -> tuple[Level, np.ndarray]:
-    """The level of one link per row at most, and (rows, length) which keys are held."""
+    """Return the level of one link per row at most, and (rows, length) which keys are held."""
     lines = [link.segment.line for link in links if link is not None]
     first, last = min(lines), max(lines) + 1
     # A row without a link looks at the first line too, with weights that its mask makes zero.

@@ -31,7 +31,7 @@ _PAGED_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class CacheCounts:
-    """What the cache has done so far; deterministic, so that tests can hold it to account.
+    """The deeds of the cache so far; deterministic, so that tests can hold it to account.
 
     `forks`: rows made from others. `tail_copies`: tails copied for a fork. `freezes`: tails that
     became segments. `moves`: rows moved to keep the prefix dense. `allocations`: of memory.
@@ -89,19 +89,19 @@ class Pool:
 
     @property
     def capacity(self) -> int:
-        """How many positions fit into a line."""
+        """The number of positions that fit into a line."""
         return self._data.shape[4]
 
     def layer(self, index: int) -> Tensor:
-        """(2, lines, K, capacity, D), a view."""
+        """Return (2, lines, K, capacity, D), a view."""
         return self._data[index]
 
     def read(self, line: int, length: int) -> Tensor:
-        """(L, 2, K, length, D), a view."""
+        """Return (L, 2, K, length, D), a view."""
         return self._data[:, :, line, :, :length]
 
     def reserve(self, lines: int, capacity: int) -> None:
-        """There are at least so many lines of at least so many positions."""
+        """Make room for at least so many lines of at least so many positions."""
         held = self._data
         if lines <= held.shape[2] and capacity <= self.capacity:
             return
@@ -116,13 +116,13 @@ class Pool:
         self._counts.allocations += 1
 
     def wipe(self, line: int) -> None:
-        """The line holds zeros."""
+        """Fill the line with zeros."""
         if self._used[line]:
             self.read(line, self._used[line]).zero_()
             self._used[line] = 0
 
     def touch(self, line: int, length: int) -> None:
-        """The first `length` positions of the line will be written."""
+        """Note that the first `length` positions of the line will be written."""
         self._used[line] = max(self._used[line], length)
 
     def fill(self, line: int, values: Tensor) -> None:
@@ -131,7 +131,7 @@ class Pool:
         self.read(line, values.shape[3]).copy_(values)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copies the first `length` positions of all layers, line by line, in one operation.
+        """Copy the first `length` positions of all layers, line by line, in one operation.
 
         No target may be among the sources.
         """
@@ -142,7 +142,7 @@ class Pool:
             self._data[:, :, list(targets), :, :length] = copied
 
     def shift(self, line: int, by: int, length: int) -> None:
-        """The first `by` of `length` positions are gone, and the others stand in their place."""
+        """Drop the first `by` of `length` positions and move the others into their place."""
         kept = self._data[:, :, line, :, by:length].clone()
         self._data[:, :, line, :, : length - by] = kept
 
@@ -150,11 +150,11 @@ class Pool:
 
     @property
     def held(self) -> int:
-        """How many segments are referred to."""
+        """The number of segments that are referred to."""
         return self._ever - len(self._free)
 
     def store(self, values: Tensor) -> Segment:
-        """A segment that holds a copy of (L, 2, K, length, D), with one reference."""
+        """Return a segment that holds a copy of (L, 2, K, length, D), with one reference."""
         length = values.shape[3]
         if self._free:
             line = heapq.heappop(self._free)
@@ -167,7 +167,7 @@ class Pool:
         return Segment(line, length)
 
     def release(self, segment: Segment) -> None:
-        """Counts one row less that refers to the segment; without rows it is gone."""
+        """Count one row less that refers to the segment; without rows it is gone."""
         segment.references -= 1
         if segment.references == 0 and segment.codes is None:
             heapq.heappush(self._free, segment.line)
@@ -181,7 +181,7 @@ class Pool:
 
 
 def _zero_pages(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that the operating system provides page by page, as they are written."""
+    """Return zeros that the operating system provides page by page, as they are written."""
     count = math.prod(size)
     if count * dtype.itemsize < _PAGED_BYTES or not hasattr(mmap, "MAP_PRIVATE"):
         return torch.zeros(size, dtype=dtype)

@@ -52,7 +52,7 @@ class CacheRow:
 
     @property
     def has_tails(self) -> bool:
-        """Whether anything of it lies on a line."""
+        """True if anything of it lies on a line."""
         return any(part.tail for part in self.parts)
 
 
@@ -110,12 +110,12 @@ class RowCache:
         return self._rows[row]
 
     def lengths(self) -> dict[int, int]:
-        """Row -> cached positions."""
+        """Return how many positions each row has cached."""
         return {number: row.length for number, row in self._rows.items()}
 
     @property
     def shared(self) -> int:
-        """How many segments are held, encoder states included."""
+        """The number of segments that are held, encoder states included."""
         return self.across.held + sum(bank.shelf.held for bank in self.banks)
 
     # --- verbs ------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class RowCache:
     def allocate(
         self, number: int, encoder: Tensor | None = None, past: Past | None = None
     ) -> None:
-        """The row exists and holds `past`; it looks at `encoder` (S, E) where the model has one."""
+        """Add a row that holds `past`; it looks at `encoder` (S, E) where the model has one."""
         row = CacheRow([BankPart()] * len(self.banks))
         self._add(number, row)
         if past is not None:
@@ -145,7 +145,7 @@ class RowCache:
             row.across = self._projected(encoder, self._project)
 
     def export(self, number: int) -> Past:
-        """A copy of what a settled row holds."""
+        """Return a copy of what a settled row holds."""
         row = self[number]
         found: list[tuple[Tensor, ...]] = [()] * self._depth
         exported = [
@@ -165,7 +165,7 @@ class RowCache:
         return Past(row.length, tuple(found))
 
     def fork(self, number: int, source: int) -> None:
-        """The row holds what `source` holds."""
+        """Add a row that holds what `source` holds."""
         parent = self[source]
         for index, bank in enumerate(self.banks):
             parent.parts[index] = bank.fork(parent.parts[index], parent.home)
@@ -185,7 +185,7 @@ class RowCache:
         self.counts.forks += 1
 
     def truncate(self, number: int, length: int) -> None:
-        """The row holds its first `length` positions: none, or as many as it can be cut back to."""
+        """Cut the row to its first `length` positions: to none, or where it can be cut."""
         row = self[number]
         if not (length == 0 or row.floor <= length <= row.length):
             raise InvariantError(
@@ -197,7 +197,7 @@ class RowCache:
         self._cut(row, length)
 
     def free(self, number: int) -> None:
-        """The row is gone."""
+        """Remove the row."""
         gone = self[number]
         del self._rows[number]
         self._cut(gone, 0)
@@ -212,10 +212,11 @@ class RowCache:
     # --- feeds ------------------------------------------------------------------------------------
 
     def extend(self, row: CacheRow, count: int, wanted: int, *, alone: bool) -> list[BankPart]:
-        """The settled row holds `count` more positions, of which the last `wanted` may be taken
-        back; returns what it held before, without what no query sees any more.
+        """Extend the settled row by `count` positions, of which the last `wanted` may be taken
+        back.
 
-        `alone` as in `Bank.extended`. Their keys, values and states follow.
+        Return what it held before, without what no query sees any more. `alone` as in
+        `Bank.extended`. The keys, values and states of the positions follow.
         """
         floor = row.length + count - wanted
         if self.forgets:
@@ -233,8 +234,10 @@ class RowCache:
         return before
 
     def make_room(self, fed: Sequence[CacheRow]) -> None:
-        """The tails of the given rows may be written up to their length; rows with states that are
-        not fed keep only what is their own."""
+        """Make room to write the tails of the given rows up to their length.
+
+        Rows with states that are not fed keep only what is their own.
+        """
         for index, bank in enumerate(self.banks):
             tails = [row.parts[index].tail for row in fed]
             bank.tails.reserve(len(self._owners), max(tails))
@@ -247,7 +250,7 @@ class RowCache:
                     row.marks = tuple(mark.apart() for mark in row.marks)
 
     def mark(self, fed: Sequence[CacheRow], counts: Sequence[int], wanted: Sequence[int]) -> None:
-        """The fed rows, in packed order, have the marks that their recurrent layers will fill."""
+        """Give the fed rows, in packed order, the marks that their recurrent layers will fill."""
         if self.recurrent:
             marks = self.recurrence.begin([row.marks for row in fed], counts, wanted)
             for row, made in zip(fed, marks, strict=True):
@@ -261,7 +264,7 @@ class RowCache:
         self._rows[number] = made
 
     def _restore(self, row: CacheRow, past: Past) -> None:
-        """The empty row holds what was exported from another."""
+        """Fill the empty row with what was exported from another."""
         row.length = row.floor = past.length
         for index, bank in enumerate(self.banks):
             layers = [layer for layer, (at, _) in self.place.items() if at == index]
@@ -271,7 +274,7 @@ class RowCache:
             row.marks = (restored(past.length, [past.layers[n] for n in self.recurrent]),)
 
     def _projected(self, encoder: Tensor, project: Callable[[Tensor], Tensor]) -> Segment:
-        """Keys and values of encoder states, made once per tensor and shared by its rows."""
+        """Return keys and values of encoder states, made once per tensor and shared by its rows."""
         if id(encoder) in self._encoders:
             segment = self._encoders[id(encoder)][1]
             segment.references += 1
@@ -292,14 +295,17 @@ class RowCache:
     # --- lines ------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Every row has a line, its tails lie there, and the lines in use are the first ones."""
+        """Give every row a line with its tails; the lines in use are the first ones."""
         homeless = [row for row in self._rows.values() if row.line == NOWHERE]
         if homeless or None in self._owners:
             self._place([row for row in homeless if not self._inherits(row)])
             self._close_gaps()
 
     def _inherits(self, row: CacheRow) -> bool:
-        """Whether the row, a fork of a freed one, has taken over its line."""
+        """Let the row, if it is a fork of a freed one, take over its line.
+
+        Return whether it did.
+        """
         if row.source == NOWHERE or self._owners[row.source] is not None:
             return False
         self._owners[row.source] = row
@@ -307,7 +313,7 @@ class RowCache:
         return True
 
     def _place(self, homeless: list[CacheRow]) -> None:
-        """New rows take gaps first, then lines at the end; tails are copied in one operation."""
+        """Place new rows in gaps first, then on lines at the end; copy tails in one operation."""
         gaps = [line for line, owner in enumerate(self._owners) if owner is None]
         more = len(homeless) - len(gaps)
         if more > 0:
@@ -324,7 +330,7 @@ class RowCache:
         self.counts.tail_copies += len(moved)
 
     def _copy(self, moved: Sequence[tuple[CacheRow, int, int]]) -> None:
-        """The tails of rows lie on the second of two lines too."""
+        """Copy the tails of rows from the first to the second of two lines."""
         if moved:
             rows, sources, targets = zip(*moved, strict=True)
             for index, bank in enumerate(self.banks):
@@ -332,7 +338,7 @@ class RowCache:
                 bank.tails.copy(sources, targets, longest)
 
     def _close_gaps(self) -> None:
-        """The last rows move into the gaps that are left."""
+        """Move the last rows into the gaps that are left."""
         for line, owner in enumerate(self._owners):
             if owner is None:
                 last = self._last()
@@ -345,13 +351,13 @@ class RowCache:
         self._last()
 
     def _last(self) -> CacheRow | None:
-        """The row on the last line, after unused lines are dropped from the end."""
+        """Return the row on the last line, after unused lines are dropped from the end."""
         while self._owners and self._owners[-1] is None:
             self._owners.pop()
         return self._owners[-1] if self._owners else None
 
     def _own(self, row: CacheRow, line: int) -> None:
-        """The row has this line, which is wiped."""
+        """Give the row this line, which is wiped."""
         for bank in self.banks:
             bank.tails.wipe(line)
         row.line, row.source = line, NOWHERE
@@ -359,7 +365,7 @@ class RowCache:
 
 
 def _shape(crossed: dict[int, Cross]) -> tuple[int, int, int]:
-    """(L, K, D) of encoder states."""
+    """Return (L, K, D) of encoder states."""
     kinds = set(crossed.values())
     if len(kinds) > 1:
         raise UnsupportedError(

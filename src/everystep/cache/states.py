@@ -32,17 +32,17 @@ class Mark(NamedTuple):
 
     @property
     def states(self) -> tuple[tuple[Tensor, ...], ...]:
-        """Per recurrent layer one tensor of each shape, as copies."""
+        """One tensor of each shape per recurrent layer, as copies."""
         return tuple(tuple(x[self.entry].clone() for x in one) for one in self.record)
 
     def apart(self) -> Mark:
-        """The same states in a record of their own."""
+        """Return the same states in a record of their own."""
         alone = all(len(x) == 1 for one in self.record for x in one)
         return self if alone else restored(self.position, self.states)
 
 
 def restored(position: int, states: Sequence[Sequence[Tensor]]) -> Mark:
-    """A mark with these states, per recurrent layer one tensor of each shape."""
+    """Return a mark with these states, per recurrent layer one tensor of each shape."""
     return Mark(position, [tuple(x[None] for x in one) for one in states], 0)
 
 
@@ -51,7 +51,7 @@ class Marked(Protocol):
 
     @property
     def position(self) -> int:
-        """How many."""
+        """The number of positions."""
         ...
 
 
@@ -59,13 +59,15 @@ M = TypeVar("M", bound=Marked)
 
 
 def kept_steps(count: int, wanted: int) -> range:
-    """After how many of its positions a feed leaves states; beside what it began with, where all
-    its logits are wanted."""
+    """Return after how many of its positions a feed leaves states.
+
+    These are beside what it began with, where all its logits are wanted.
+    """
     return range(max(count - wanted, 1), count + 1)
 
 
 def cut_marks(marks: tuple[M, ...], length: int) -> tuple[M, ...]:
-    """The marks up to `length`, where one must be; none for 0."""
+    """Return the marks up to `length`, where one must be; none for 0."""
     kept = tuple(mark for mark in marks if mark.position <= length)
     if length and (not kept or kept[-1].position != length):
         raise InvariantError(
@@ -91,7 +93,7 @@ class Recurrence:
     def begin(
         self, marks: Sequence[tuple[Mark, ...]], counts: Sequence[int], wanted: Sequence[int]
     ) -> list[tuple[Mark, ...]]:
-        """A step of feeds for rows with these marks; returns the marks that they will have."""
+        """Begin a step of feeds for rows with these marks; return the marks that they will have."""
         kept = [*map(kept_steps, counts, wanted)]
         self.feeds = Ragged.of(counts, kept, self._device)
         self._record = []
@@ -105,7 +107,7 @@ class Recurrence:
         return made
 
     def _gathered(self, marks: Sequence[Mark | None]) -> list[tuple[Record, Tensor, Tensor]]:
-        """Each record with its entries that rows begin with, and these rows."""
+        """Return each record with its entries that rows begin with, and these rows."""
         found: dict[int, tuple[Record, list[int], list[int]]] = {}
         for row, mark in enumerate(marks):
             if mark is not None:
@@ -118,7 +120,7 @@ class Recurrence:
         ]
 
     def recall(self, layer: int) -> tuple[Tensor, ...]:
-        """(R, *shape) of each shape: the states before the feeds, 0 where there are none."""
+        """Return (R, *shape) of each shape: the states before the feeds, 0 where there are none."""
         rows = len(self.feeds.lengths)
         if len(self._begins) == 1 and len(self._begins[0][2]) == rows:
             record, entries, _ = self._begins[0]

@@ -43,11 +43,11 @@ class Executor(Protocol):
         ...
 
     def embed(self, ids: Tensor) -> Tensor:
-        """(n,) ids -> (n, E) what the model reads in their place; asked for by hooks alone."""
+        """Turn ids (n,) into (n, E), what the model reads in their place; only for hooks."""
         ...
 
     def audit(self) -> dict[int, int]:
-        """Row -> cached positions, for every row that is allocated."""
+        """Return how many positions are cached in every row that is allocated."""
         ...
 
 
@@ -55,5 +55,5 @@ class Exporting(Executor, Protocol):
     """An executor with the ability "past": rows begin with a past and can be exported as one."""
 
     def export(self, row: int) -> Past:
-        """What the row holds, as a copy, once its verbs were applied."""
+        """Return what the row holds, as a copy, once its verbs were applied."""
         ...

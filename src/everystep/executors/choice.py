@@ -33,12 +33,12 @@ def open_executor(
     cache_dtype: CacheDtype | None = None,
     adapters: Mapping[str, LoRA] | None = None,
 ) -> Executor:
-    """A fresh executor without rows that has the abilities in `needs`.
+    """Open an executor without rows that has the abilities in `needs`.
 
     `quantization`: how its rows keep what they hold, None for full precision. "auto" takes the
     native one where nothing stands in its way. `cache_dtype`: the type of what they hold in full
     precision, None for the model's. `adapters`: what feeds may ask for, by name, which torch
-    operators alone can do. UnsupportedError where "native" is asked for and cannot be had,
+    operators alone can do. Raise UnsupportedError where "native" is asked for and cannot be had,
     RequestError where rows are to be kept in two ways.
     """
     if quantization is not None and cache_dtype is not None:
@@ -64,7 +64,7 @@ def open_executor(
 
 
 def encoder_of(model: Model, name: str = "auto") -> Encode | None:
-    """The compiled kernels as the model's encoder, where they can be; None: its own network."""
+    """Return the compiled kernels as the model's encoder, or None where its own network must do."""
     return None if name == "torch" or obstacles(model) else NativeEncoder(model)
 
 
@@ -79,16 +79,18 @@ def refuse_cache_dtype(model: Model, cache_dtype: CacheDtype | None) -> None:
 
 
 def holds_panels(name: ExecutorName, spec: object) -> bool:
-    """Whether plain requests of a model with this specification get the native executor.
+    """Return whether plain requests of a model with this specification get the native executor.
 
-    That is as long as its weights are float32 or codes, on the CPU.
+    They do as long as its weights are float32 or codes, on the CPU.
     """
     return name != "torch" and not spec_obstacles(spec)
 
 
 def slow_path(model: Model, name: ExecutorName = "auto") -> str | None:
-    """Why plain requests get torch operators on a CPU though nobody asked for them, and what helps;
-    None where they do not."""
+    """Return why plain requests get torch operators on a CPU though nobody asked for them.
+
+    The text also says what helps. None where they do not.
+    """
     reasons = obstacles(model)
     if name != "auto" or model.device.type != "cpu" or not reasons:
         return None
@@ -100,7 +102,7 @@ def slow_path(model: Model, name: ExecutorName = "auto") -> str | None:
 
 
 def chosen(model: Model, name: ExecutorName = "auto") -> str:
-    """Which executor plain requests get: "native (INSTRUCTION SET)", or "torch (WHY)"."""
+    """Return the executor that plain requests get: "native (INSTRUCTION SET)", or "torch (WHY)"."""
     if name == "torch":
         return "torch (asked for)"
     reasons = obstacles(model)

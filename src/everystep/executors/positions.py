@@ -15,7 +15,7 @@ from everystep.types import MOST_POSITION, InputSpec, Work
 
 
 def declared_inputs(network: Network) -> dict[str, InputSpec]:
-    """What the feeds of a network may bring, as in `Executor.inputs`."""
+    """Return what the feeds of a network may bring, as in `Executor.inputs`."""
     return {
         "positions": InputSpec("positions", "token", (network.axes,), torch.int64),
         "mask": InputSpec("mask", "token", (network.heads,), torch.bool),
@@ -24,15 +24,16 @@ def declared_inputs(network: Network) -> dict[str, InputSpec]:
 
 
 def own_positions(work: Work) -> list[tuple[int, Tensor]]:
-    """Index and position ids of every feed that has position ids of its own."""
+    """Return index and position ids of every feed that has position ids of its own."""
     extras = work.extras.items()
     return [(f, extra.positions) for f, extra in extras if extra.positions is not None]
 
 
 def position_ids(work: Work, axes: int = 1) -> np.ndarray:
-    """(N,) position ids, or (axes, N) for a model of several; RequestError if they do not fit.
+    """Return (N,) position ids, or (axes, N) for a model of several.
 
-    Where a feed gives none, or one axis for all, it stands at the same place on every axis.
+    Raise RequestError if they do not fit. Where a feed gives none, or one axis for all, it stands
+    at the same place on every axis.
     """
     places = runs(work.starts, work.counts)
     if axes > 1:
@@ -53,7 +54,7 @@ def position_ids(work: Work, axes: int = 1) -> np.ndarray:
 
 
 def require_positions(positions: Tensor) -> None:
-    """RequestError where one of the integers is no position."""
+    """Raise RequestError where one of the integers is no position."""
     if positions.is_complex():
         what = "position_ids are no integers"
         raise RequestError(what, wanted="integers", got=positions.dtype, do="Count from 0 on")
@@ -64,7 +65,7 @@ def require_positions(positions: Tensor) -> None:
 
 
 def require_places(network: Network, work: Work) -> None:
-    """RequestError where a feed has a position that the network cannot tell from others."""
+    """Raise RequestError where a feed has a position that the network cannot tell from others."""
     if network.most_positions is None or not len(work.rows):
         return
     given = [int(places.min()) for _, places in own_positions(work) if places.numel()]
@@ -72,7 +73,7 @@ def require_places(network: Network, work: Work) -> None:
 
 
 def row_lengths(work: Work) -> np.ndarray:
-    """(F,) one more than the greatest position id of each feed."""
+    """Return (F,) one more than the greatest position id of each feed."""
     lengths: np.ndarray = work.starts + work.counts
     for f, given in own_positions(work):
         lengths[f] = int(given.max()) + 1
@@ -82,7 +83,7 @@ def row_lengths(work: Work) -> np.ndarray:
 def given_inputs(
     work: Work, name: str, begins: np.ndarray | None = None
 ) -> Iterator[tuple[int, Tensor]]:
-    """Where values of the named input begin among all N inputs, and the values (n, ...).
+    """Yield where values of the named input begin among all N inputs, and the values (n, ...).
 
     `begins`: (F,) where feeds begin; None: one after another.
     """

@@ -34,7 +34,10 @@ _HARD = 2  # omp_pause_hard
 
 @contextmanager
 def in_process() -> Iterator[None]:
-    """Within, a step runs; SystemExit where the interpreter ends, CapacityError without memory."""
+    """Run a step within.
+
+    Raise SystemExit where the interpreter ends, CapacityError where memory runs out.
+    """
     leave_if_ending()
     with _shortages("memory ran out in a step", "Run fewer or shorter sequences at once"):
         yield
@@ -42,8 +45,10 @@ def in_process() -> Iterator[None]:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Within, one thread loads a model; CapacityError without memory. What was freed goes back to
-    the system."""
+    """Load a model within, on one thread.
+
+    Raise CapacityError where memory runs out. What was freed goes back to the system.
+    """
     what, do = "memory ran out while a model was loaded", "Free some, or choose quantize='int8'"
     try:
         with _shortages(what, do), one_thread():
@@ -77,14 +82,17 @@ def leave_if_ending() -> None:
 
 
 def is_shortage(error: Exception) -> bool:
-    """Whether Python, numpy or torch says with this error that memory ran out."""
+    """Return whether Python, numpy or torch says with this error that memory ran out."""
     # On the CPU torch raises a plain RuntimeError.
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return known or "allocate memory" in str(error)
 
 
 def _of_openmp(name: str) -> Callable[[int], object]:
-    """A function of the OpenMP that torch was linked with; does nothing where there is none."""
+    """Return a function of the OpenMP that torch was linked with.
+
+    Where there is none, it does nothing.
+    """
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         function = ctypes.CDLL(str(library))[name]
@@ -102,11 +110,11 @@ class _End:
     thread: int | None = None
 
     def note_fork(self) -> None:
-        """Notes that this is a forked child, with the memory of threads that it does not have."""
+        """Note that this is a forked child, with the memory of threads that it does not have."""
         self.forked = True
 
     def begin(self) -> None:
-        """Other threads leave this package; waits until they have, `_PATIENCE` seconds at most."""
+        """Wait until other threads have left this package, `_PATIENCE` seconds at most."""
         if self.forked:
             # Torch has a second pool of threads, which it joins when the process ends, though they
             # are in the parent. Being set to what it is, torch replaces the pool by one of its own.
@@ -137,7 +145,7 @@ _pause = _of_openmp("omp_pause_resource_all")
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within, torch works in the calling thread alone.
+    """Let torch work in the calling thread alone within.
 
     What is made of thousands of small operations would wait for the slowest of all threads in each
     of them, which on a busy machine takes ten times as long.
@@ -151,7 +159,7 @@ def one_thread() -> Iterator[None]:
 
 
 def pause_torch_threads() -> None:
-    """The pool of threads that torch keeps for the calling thread has ended."""
+    """End the pool of threads that torch keeps for the calling thread."""
     _pause(_HARD)
 
 

@@ -109,21 +109,21 @@ class TorchExecutor:
         return StepOutput(logits, self._answers(work, context, hidden))
 
     def embed(self, ids: Tensor) -> Tensor:
-        """(n,) ids -> (n, E) their embeddings, on the device of the model."""
+        """Embed ids (n,) -> (n, E), on the device of the model."""
         with inference_mode():
             return embedded(self._network, ids)
 
     def export(self, row: int) -> Past:
-        """What the row holds, as a copy."""
+        """Return what the row holds, as a copy."""
         with inference_mode():
             return self.cache.export(row)
 
     def audit(self) -> dict[int, int]:
-        """Row -> cached positions, for every row that is allocated."""
+        """Return how many positions are cached in every row that is allocated."""
         return {} if self._cut_short else self.cache.lengths()
 
     def _inputs(self, work: Work, places: Tensor, plan: Plan) -> StepInputs:
-        """What the network reads, in packed order."""
+        """Return what the network reads, in packed order."""
         lengths = torch.from_numpy(np.repeat(row_lengths(work), work.counts))
         chosen = slice(None) if plan.order is None else torch.from_numpy(plan.order)
         return StepInputs(
@@ -134,7 +134,7 @@ class TorchExecutor:
         )
 
     def _adapted(self, work: Work, plan: Plan) -> Network:
-        """The network, with the adapters that feeds ask for."""
+        """Return the network, with the adapters that feeds ask for."""
         if not isinstance(self._network, Decoder):
             return self._network
         asked = [
@@ -145,7 +145,7 @@ class TorchExecutor:
         return adapted(self._network, self._adapters, asked) if asked else self._network
 
     def _placed(self, work: Work, declared: InputSpec, plan: Plan) -> Placed:
-        """All that feeds give of a declared input, in packed order."""
+        """Return all that feeds give of a declared input, in packed order."""
         places, parts = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, *declared.shape)]
         for start, values in given_inputs(work, declared.name, plan.begins):
             places.append(torch.arange(start, start + len(values)))
@@ -154,7 +154,7 @@ class TorchExecutor:
         return Placed(torch.cat(places).to(self.device), torch.cat(given))
 
     def _embedded(self, work: Work) -> Tensor:
-        """(N, E) embeddings in feed order."""
+        """Return (N, E) embeddings in feed order."""
         embeds = list(given_inputs(work, "embeds"))
         if not embeds:
             return self._network.embed(torch.from_numpy(work.tokens).to(self.device))
@@ -164,7 +164,7 @@ class TorchExecutor:
         return hidden
 
     def _answers(self, work: Work, context: CacheContext, hidden: Tensor) -> dict[int, Answer]:
-        """What feeds want beyond logits; each from its own positions alone."""
+        """Return what feeds want beyond logits; each from its own positions alone."""
         answers = {}
         for f, extra in work.extras.items():
             if extra.hidden or extra.layers or extra.attentions or extra.early:
@@ -191,7 +191,7 @@ class TorchExecutor:
         return Answer(last if extra.hidden else None, layers, own, across)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """(R, E) hidden states after the last layer -> (R, V)."""
+        """Turn (R, E) hidden states after the last layer into logits (R, V)."""
         logits = self._network.logits(self._network.finish(hidden))
         return logits if logits.dtype.itemsize >= 4 else logits.float()
 
@@ -202,7 +202,7 @@ class TorchExecutor:
 
 
 def _wanted(work: Work, plan: Plan) -> Tensor | None:
-    """Packed places whose logits are wanted, in feed order; None where that is all of them."""
+    """Return packed places whose logits are wanted, in feed order; None where all are."""
     if plan.order is None and np.array_equal(work.counts, work.logits):
         return None
     return torch.from_numpy(runs(plan.begins + work.counts - work.logits, work.logits))

@@ -24,8 +24,10 @@ class StatesOfRows:
     _made: dict[int, int] = field(default_factory=dict)  # id of states -> line
 
     def look_at(self, row: int, states: Tensor) -> np.ndarray | None:
-        """The row looks at states (S, E). Returns the pages of keys and values that are to be made,
-        None where they are there."""
+        """Let the row look at states (S, E).
+
+        Return the pages of keys and values that are to be made, None where they are there.
+        """
         if (line := self._made.get(id(states))) is not None:
             self._lines[row] = line
             return None
@@ -39,36 +41,39 @@ class StatesOfRows:
         return self.pages.pages(line)
 
     def fork(self, row: int, source: int) -> None:
-        """The row looks at what `source` looks at."""
+        """Let the row look at what `source` looks at."""
         if source in self._lines:
             self._lines[row] = self._lines[source]
 
     def free(self, row: int) -> None:
-        """The row is gone, and so are states that no other looks at."""
+        """Forget the row, and states that no other row looks at."""
         if (line := self._lines.pop(row, None)) is not None:
             self._drop(line)
 
     def forget(self) -> None:
-        """What was cut short is shared with no later row; lines that no row came to are gone."""
+        """Share what was cut short with no later row, and drop lines that no row came to."""
         self._made.clear()
         self.pages.recount()
         for line in self.pages.lengths():
             self._drop(line)
 
     def line(self, row: int) -> int:
-        """The line of the states that a row looks at; InvariantError if there are none."""
+        """Return the line of the states that a row looks at.
+
+        Raise InvariantError if there are none.
+        """
         if row not in self._lines:
             raise InvariantError("a row of a model with an encoder has no encoder states")
         return self._lines[row]
 
     def seen_by(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """The lines of states that rows look at, and how many positions these have."""
+        """Return the lines of states that rows look at, and how many positions these have."""
         lines = [self.line(row) for row in rows]
         counts = [self.pages.length(line) for line in lines]
         return np.array(lines, np.int64), np.array(counts, np.int64)
 
     def _drop(self, line: int) -> None:
-        """The line is gone if no row looks at it."""
+        """Drop the line if no row looks at it."""
         if line in self._lines.values():
             return
         states = self._held.pop(line, None)

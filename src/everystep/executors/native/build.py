@@ -67,12 +67,12 @@ _NEEDS = {
 
 
 def instruction_sets() -> Mapping[str, tuple[str, ...]]:
-    """Those that this machine's kind of processor may have."""
+    """Return the instruction sets that this machine's kind of processor may have."""
     return X86_SETS if platform.machine() in ("x86_64", "AMD64") else {"plain": X86_SETS["plain"]}
 
 
 def processor_flags() -> frozenset[str]:
-    """What the processor says it can, as Linux lists it; empty elsewhere."""
+    """Return the abilities of the processor, as Linux lists them; none elsewhere."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -82,29 +82,29 @@ def processor_flags() -> frozenset[str]:
 
 
 def fitting_sets() -> list[str]:
-    """Those that this processor has, best first."""
+    """Return the instruction sets that this processor has, best first."""
     flags = processor_flags()
     return [name for name in instruction_sets() if flags.issuperset(_NEEDS[name])]
 
 
 def library_path(name: str) -> Path:
-    """Where the library of an instruction set lies."""
+    """Return the file of the library for an instruction set."""
     return HERE / f"libeverystep-{name}.so"
 
 
 def compiler() -> str | None:
-    """The C++ compiler: `CXX` if it is set, else the first that is found."""
+    """Return the C++ compiler: `CXX` if it is set, else the first that is found."""
     named = os.environ.get("CXX")
     return named or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
 
 
 def flags(name: str) -> list[str]:
-    """What the compiler is asked for, for one instruction set."""
+    """Return what the compiler is asked for, for one instruction set."""
     return [*_COMMON, *instruction_sets()[name]]
 
 
 def command(cxx: str, name: str, target: Path, extra: Sequence[str] = ()) -> list[str]:
-    """How the library of one instruction set is compiled."""
+    """Return the command that compiles the library of one instruction set."""
     sources = [str(HERE / "cpp" / source) for source in SOURCES]
     return [cxx, *flags(name), *extra, *sources, "-o", str(target)]
 

@@ -18,12 +18,12 @@ from everystep.nn.rotary import Rope
 
 
 def ropes_of(spec: DecoderSpec) -> list[Rope]:
-    """Every rope of a decoder's layers once, in the order in which the library counts them."""
+    """Return every rope of a decoder's layers once, in the order of the library's count."""
     return list(dict.fromkeys(one.rope for one in spec.layers if one.rope))
 
 
 def decoder_weights(packing: Packing, decoder: Decoder) -> StackWeights:
-    """The decoder; a head tied to the embedding table shares its panels."""
+    """Pack the decoder; a head tied to the embedding table shares its panels."""
     spec, head = decoder.spec, decoder.head
     ropes = ropes_of(spec)
     layers = (LayerWeights * len(spec.layers))(

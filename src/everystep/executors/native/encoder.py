@@ -26,9 +26,9 @@ class NativeEncoder:
         self._runner = open_runner(self._library, self._program, 0)
 
     def __call__(self, hidden: Tensor, seen: None, heard: Heard | None = None) -> Tensor:
-        """Embeddings (1, S, E) -> encoder states (1, S, E); what layers show is added to `heard`.
+        """Turn embeddings (1, S, E) into encoder states (1, S, E); add what layers show to `heard`.
 
-        CapacityError where memory or threads do not suffice.
+        Raise CapacityError where memory or threads do not suffice.
         """
         with in_process():
             pause_torch_threads()

@@ -43,7 +43,7 @@ _KV_TYPES: tuple[CacheDtype, ...] = ("float32", "float16", "int8")  # as `cpp/mo
 
 
 def abilities_of(network: Network) -> frozenset[str]:
-    """What an executor on a network can do."""
+    """Return what an executor on a network can do."""
     able = {"truncate", "embeds", "past", "best", "hidden", "layers"}
     if network.encodes:
         return frozenset(able | {"cut", "attentions", "encoder"})
@@ -110,7 +110,7 @@ class NativeExecutor:
             del turn
 
     def _enter(self) -> _Turn:
-        """The right to run, for as long as it exists; so no interrupt can keep it from ending."""
+        """Return the right to run, for as long as it exists; no interrupt keeps it from ending."""
         turn = _Turn()
         self._turns.append(weakref.ref(turn, self._turns.remove))
         if self._turns[0]() is not turn:
@@ -154,25 +154,25 @@ class NativeExecutor:
         return replace(room, answers=answers) if answers else room
 
     def audit(self) -> dict[int, int]:
-        """Row -> cached positions, for every row that is allocated."""
+        """Return how many positions are cached in every row that is allocated."""
         return self.rows.lengths()
 
     def guesses(self) -> tuple[int, int]:
-        """How many steps were begun before they were asked for, and how many of them were."""
+        """Return how many steps were begun before they were asked for, and how many were wanted."""
         counts = (c_int64 * 2)()
         self._library.es_guesses(self._runner, counts)
         return counts[0], counts[1]
 
     def experts_read(self) -> int:
-        """How many experts of all layers were read so far, what was begun ahead included."""
+        """Return how many experts of all layers were read so far, what was begun ahead included."""
         return int(self._library.es_experts_read(self._runner))
 
     def embed(self, ids: Tensor) -> Tensor:
-        """(n,) ids -> (n, E) their embeddings."""
+        """Embed ids (n,) -> (n, E)."""
         return embedded(self._program.network, ids)
 
     def export(self, row: int) -> Past:
-        """What the row holds, as a copy, once its verbs were applied."""
+        """Return what the row holds, as a copy, once its verbs were applied."""
         past = self._store.export(row)
         if self.across is None:
             return past
@@ -208,7 +208,7 @@ class NativeExecutor:
         self._store.fill(row, past)
 
     def _look_at(self, row: int, states: Tensor) -> None:
-        """The row looks at encoder states (S, E), if its model has layers that do."""
+        """Let the row look at encoder states (S, E), if its model has layers that do."""
         pages = None if self.across is None else self.across.look_at(row, states)
         if pages is None:
             return
@@ -218,7 +218,7 @@ class NativeExecutor:
         check(self._library.es_keep_states(self._runner, *given))
 
     def _reserve(self) -> None:
-        """The library has memory for every page."""
+        """Reserve memory of the library for every page."""
         across = 0 if self.across is None else self.across.pages.pool.total
         wanted = self.rows.pool.total, across
         if self._reserved != wanted:
@@ -228,7 +228,7 @@ class NativeExecutor:
     # --- the step ---------------------------------------------------------------------------------
 
     def _read_out(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """(R, E) last hidden states -> (n, V) logits of the given rows, those of their step."""
+        """Turn (R, E) last hidden states of a step into (n, V) logits of the given rows."""
         states = hidden[rows]
         logits = torch.empty(len(rows), self.vocab_size)
         given = states.data_ptr(), len(rows), logits.data_ptr()
@@ -236,8 +236,11 @@ class NativeExecutor:
         return logits
 
     def _room(self, work: Work, most: list[int]) -> tuple[StepOutput, Tensor | None]:
-        """Room for what is reported of the wanted positions, and for the last hidden states (R, E)
-        of those whose best are listed; `most`: how many each feed wants of them."""
+        """Make room for what is reported of the wanted positions.
+
+        Return it, and room for the last hidden states (R, E) of those whose best are listed.
+        `most`: how many each feed wants of them.
+        """
         wanted = work.logits.tolist()
         whole = sum([count for count, best in zip(wanted, most, strict=True) if not best])
         logits = torch.empty(whole, self.vocab_size) if whole else self._nothing
@@ -297,7 +300,7 @@ class NativeExecutor:
         self._turned = turned
 
     def _write_across(self, step: StepWork, rows: list[int]) -> object:
-        """The structure has the encoder states that rows look at; returns what it points to."""
+        """Write the encoder states of rows into the structure; return what it points to."""
         if self.across is None:
             return None
         lines, counts = map(addressed, self.across.seen_by(rows))
@@ -307,7 +310,7 @@ class NativeExecutor:
         return lines, counts
 
     def _write_feeds(self, step: StepWork, work: Work) -> None:
-        """The structure has the numbers of all feeds, which lie one after another in one array."""
+        """Write the numbers of all feeds into the structure, one after another in one array."""
         best = work.best
         if best is None:
             best = np.zeros_like(work.rows)
@@ -326,7 +329,7 @@ class NativeExecutor:
 
 
 def _ended(best: Scores, work: Work) -> Scores:
-    """Lists that were filled, each as long as its feed wants, with what the rest is below."""
+    """End each filled list where its feed wants it to end, and bound the rest."""
     own = np.repeat(work.best, work.logits)  # type: ignore[arg-type]
     last = torch.from_numpy(np.minimum(own[own > 0], best.values.shape[1]))[:, None]
     rest, beyond = best.values.gather(1, last - 1), torch.arange(best.values.shape[1]) >= last
@@ -336,12 +339,12 @@ def _ended(best: Scores, work: Work) -> Scores:
 
 
 def _floats_given(work: Work, name: str) -> list[tuple[int, Tensor]]:
-    """Where values of the named input begin, and the values as the library reads them."""
+    """Return where values of the named input begin, and the values as the library reads them."""
     return [(start, x.float().contiguous()) for start, x in given_inputs(work, name)]
 
 
 def _listed(given: list[tuple[int, Tensor]]) -> Array[GivenEmbeds]:
-    """The structures for these values, which must be kept until the step is done."""
+    """Return the structures for these values, which must be kept until the step is done."""
     each = [GivenEmbeds(start, len(x), x.data_ptr()) for start, x in given]
     return (GivenEmbeds * len(each))(*each)
 

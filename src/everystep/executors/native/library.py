@@ -204,7 +204,7 @@ class Status:
 
 @cache
 def status() -> Status:
-    """Which library this process uses, or why none."""
+    """Return which library this process uses, or why none."""
     wanted = SourceSettings.from_environment().variables.get("EVERYSTEP_INSTRUCTIONS")
     if wanted == "none":
         return Status(None, "EVERYSTEP_INSTRUCTIONS is none")
@@ -222,7 +222,7 @@ def status() -> Status:
 
 @cache
 def load() -> ctypes.CDLL:
-    """The library; UnsupportedError where there is none."""
+    """Load the library; raise UnsupportedError where there is none."""
     found = status()
     if found.instructions is None:
         raise UnsupportedError("there is no native executor here", got=found.reason)
@@ -230,7 +230,10 @@ def load() -> ctypes.CDLL:
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """The library in a file, with the types of its functions; UnsupportedError if it is another."""
+    """Open the library in a file, with the types of its functions.
+
+    Raise UnsupportedError if it belongs to another version.
+    """
     library = ctypes.CDLL(str(path))
     sizes = (c_int64 * len(_MIRRORED))()
     library.es_sizes(sizes)

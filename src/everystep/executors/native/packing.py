@@ -40,7 +40,7 @@ class Packing:
         self.arena = Arena()
 
     def mlp(self, up: LinearMap, down: LinearMap, size: int, *, gated: bool) -> MlpWeights:
-        """An MLP of `size` inner values; the rows of a gate come before those of `up`."""
+        """Pack an MLP of `size` inner values; the rows of a gate come before those of `up`."""
         rows, bias = weights_of(up.matrix()), up.bias
         gate: tuple[Weight, ...] = ()
         gate_bias: Tensor | None = None
@@ -55,16 +55,16 @@ class Packing:
         )
 
     def linear(self, linear: LinearMap, bias: Tensor | None = None) -> LinearMapC:
-        """A map, whose weights may be several; `bias` stands in for one that it does not have."""
+        """Pack a map of one or more weights; `bias` stands in for one that it does not have."""
         parts = [*map(self.matrix, weights_of(linear.matrix()))]
         return self.joined(parts, bias if linear.bias is None else linear.bias)
 
     def joined(self, parts: Sequence[Matrix], bias: Tensor | None) -> LinearMapC:
-        """Matrices with one input, whose outputs stand side by side."""
+        """Join matrices with one input, whose outputs stand side by side."""
         return LinearMapC(len(parts), (Matrix * 3)(*parts), self.floats(bias))
 
     def matrix(self, weight: Weight) -> Matrix:
-        """One weight."""
+        """Pack one weight."""
         panels = weight if isinstance(weight, Panels) else Panels.of(weight, self.arena)
         self.alive.append(panels)
         return Matrix(
@@ -76,14 +76,14 @@ class Packing:
         )
 
     def norm(self, norm: Norm | None) -> NormWeights:
-        """A norm, or none."""
+        """Pack a norm, or none."""
         if norm is None:
             return NormWeights()
         weight = 1.0 + norm.weight.float() if norm.plus_one else norm.weight
         return NormWeights(self.floats(weight), self.floats(norm.bias))
 
     def floats(self, values: Tensor | None) -> int | None:
-        """The address of a copy in float32, or of the values themselves."""
+        """Return the address of a copy in float32, or of the values themselves."""
         if values is None:
             return None
         held = values.float().contiguous()
@@ -92,7 +92,7 @@ class Packing:
 
 
 def _rows(weights: Sequence[Weight], start: int, stop: int) -> tuple[Weight, ...]:
-    """The given output rows of matrices that stand one after another."""
+    """Return the given output rows of matrices that stand one after another."""
     found: list[Weight] = []
     before = 0
     for weight in weights:
@@ -105,7 +105,7 @@ def _rows(weights: Sequence[Weight], start: int, stop: int) -> tuple[Weight, ...
 
 
 def _format(panels: Panels) -> int:
-    """The number that `cpp/model.h` has for it."""
+    """Return the number that `cpp/model.h` has for it."""
     if panels.format is None:
         return {torch.float32: 0, torch.float16: 5, torch.bfloat16: 6}[panels.floats]
     own = {"int8": 1, "q8_0": 2, "q4_k": 7, "q5_k": 8, "q6_k": 9, "q5_0": 10}

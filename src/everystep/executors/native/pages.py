@@ -20,7 +20,7 @@ PAGE = 16
 
 @dataclass(slots=True)
 class PageCounts:
-    """What was done so far: `copies` of pages, and the most that were in use at once."""
+    """The work done so far: `copies` of pages, and the most that were in use at once."""
 
     forks: int = 0
     copies: int = 0
@@ -29,7 +29,7 @@ class PageCounts:
 
 @dataclass(slots=True)
 class PagePool:
-    """Which pages are free, and how many rows share each of the others.
+    """The pages: which are free, and how many rows share each of the others.
 
     `least`: how many there are as soon as there is one.
     """
@@ -41,16 +41,16 @@ class PagePool:
 
     @property
     def total(self) -> int:
-        """How many pages must exist."""
+        """The number of pages that must exist."""
         return len(self._shares)
 
     @property
     def in_use(self) -> int:
-        """How many pages some row holds."""
+        """The number of pages that some row holds."""
         return self.total - len(self._free)
 
     def take(self) -> int:
-        """A page that was free, for one row."""
+        """Return a page that was free, for one row."""
         if not self._free:
             held = len(self._shares)
             grown = max(self.least, 2 * held)
@@ -63,20 +63,20 @@ class PagePool:
         return page
 
     def share(self, pages: np.ndarray) -> None:
-        """One more row holds each of these pages."""
+        """Count one more row that holds each of these pages."""
         self._shares[pages] += 1
 
     def release(self, pages: np.ndarray) -> None:
-        """One row less holds each of these pages."""
+        """Count one row less that holds each of these pages."""
         self._shares[pages] -= 1
         self._free += pages[self._shares[pages] == 0].tolist()
 
     def is_shared(self, page: int) -> bool:
-        """Whether several rows hold it."""
+        """Return whether several rows hold a page."""
         return bool(self._shares[page] > 1)
 
     def recount(self, held: Iterable[np.ndarray]) -> None:
-        """Rows hold these pages, each those of one array, and all others are free."""
+        """Count again: rows hold these pages, each those of one array, and all others are free."""
         shares = np.zeros_like(self._shares)
         for pages in held:
             shares += np.bincount(pages, minlength=len(shares))
@@ -98,24 +98,24 @@ class PagedRows:
     _held: dict[int, int] = field(default_factory=dict)  # row -> pages, one more than used at most
 
     def lengths(self) -> dict[int, int]:
-        """Row -> positions held."""
+        """Return how many positions each row holds."""
         return self._lengths.copy()
 
     def length(self, row: int) -> int:
-        """Positions held by a row; InvariantError if it is not allocated."""
+        """Return how many positions a row holds; raise InvariantError if it is not allocated."""
         if row not in self._lengths:
             raise InvariantError(f"row {row} is not allocated")
         return self._lengths[row]
 
     def allocate(self, row: int) -> None:
-        """The row exists and is empty."""
+        """Add an empty row."""
         if row in self._lengths:
             raise InvariantError(f"row {row} is allocated twice")
         self._make_room(row, 0)
         self._lengths[row] = self._held[row] = 0
 
     def fork(self, row: int, source: int) -> None:
-        """The row holds what `source` holds."""
+        """Add a row that holds what `source` holds."""
         shared = self.pages(source)
         self.allocate(row)
         self.table[row, : len(shared)] = shared
@@ -124,7 +124,7 @@ class PagedRows:
         self.pool.counts.forks += 1
 
     def truncate(self, row: int, length: int) -> None:
-        """The row holds its first `length` positions."""
+        """Cut the row to its first `length` positions."""
         if not 0 <= length <= self.length(row):
             raise InvariantError(f"row {row} cannot be cut", got=length)
         kept = _pages_of(length)
@@ -132,17 +132,17 @@ class PagedRows:
         self._lengths[row], self._held[row] = length, kept
 
     def free(self, row: int) -> None:
-        """The row is gone."""
+        """Remove the row."""
         self.truncate(row, 0)
         del self._lengths[row], self._held[row]
 
     def extend(
         self, rows: Iterable[int], starts: Iterable[int], counts: Iterable[int]
     ) -> tuple[list[tuple[int, int]], int]:
-        """Rows of `starts` positions have pages of their own for `counts` more and for what follows
-        those, and hold them.
+        """Give rows of `starts` positions pages of their own for `counts` more and what follows.
 
-        Returns which pages are to be copied, and where to; and the most positions that a row holds.
+        The rows hold these positions then. Return which pages are to be copied, and where to; and
+        the most positions that a row holds.
         """
         copied, longest = [], 0
         for row, start, count in zip(rows, starts, counts, strict=True):
@@ -162,18 +162,18 @@ class PagedRows:
         return copied, longest
 
     def pages(self, row: int) -> np.ndarray:
-        """(n,) int32 page numbers of a row."""
+        """Return (n,) int32 page numbers of a row."""
         return self.table[row, : _pages_of(self.length(row))]
 
     def recount(self) -> None:
-        """Every page is free or counted again, whatever was cut short by an interrupt.
+        """Count every page again as free or held, whatever was cut short by an interrupt.
 
         What rows hold is as it was left, and is only good for being freed.
         """
         self.pool.recount(self.table[row, :held] for row, held in self._held.items())
 
     def _own_page(self, row: int, page: int) -> tuple[int, int]:
-        """A shared page is the row's alone; returns what to copy, and where to."""
+        """Make a shared page the row's alone; return what to copy, and where to."""
         shared = self.table[row, page : page + 1].copy()
         self.pool.release(shared)
         self.table[row, page] = own = self.pool.take()
@@ -181,7 +181,7 @@ class PagedRows:
         return int(shared[0]), own
 
     def _make_room(self, row: int, page: int) -> None:
-        """The table has a place for page number `page` of the row."""
+        """Make a place in the table for page number `page` of the row."""
         rows, pages = self.table.shape
         if row < rows and page < pages:
             return
@@ -192,5 +192,5 @@ class PagedRows:
 
 
 def _pages_of(length: int) -> int:
-    """How many pages so many positions take."""
+    """Return how many pages so many positions take."""
     return -(-length // PAGE)

@@ -36,7 +36,7 @@ _OTHER = "there are no kernels for this family of models"
 
 
 def obstacles(model: Model) -> list[str]:
-    """Why the native executor cannot run this model on this machine; empty if it can."""
+    """Return why the native executor cannot run this model on this machine; nothing if it can."""
     network = model.network
     if found := spec_obstacles(model.spec):
         return found
@@ -47,7 +47,7 @@ def obstacles(model: Model) -> list[str]:
 
 
 def spec_obstacles(spec: object) -> list[str]:
-    """Why no model of this specification can be run on this machine; empty if some can."""
+    """Return why no model of this specification can be run on this machine; nothing if some can."""
     if reason := status().reason:
         return [reason]
     if isinstance(spec, DecoderSpec):
@@ -82,7 +82,7 @@ def _obstacles(network: Network) -> Iterator[str]:
 
 
 def _maps(network: Network) -> Iterator[LinearMap]:
-    """Some maps, of which all are held alike."""
+    """Yield some maps, of which all are held alike."""
     yield network.head
     if isinstance(network, EncoderDecoder):
         yield from (layer.qkv for layer in (*network.encoder, *network.decoder))
@@ -106,7 +106,7 @@ class Program:
 
     @property
     def arena(self) -> Arena:
-        """Where the panels lie that the network does not hold itself."""
+        """The memory of panels that the network does not hold itself."""
         return self._packing.arena
 
     def _packed(self, network: Network, encoder: bool) -> StackWeights:
@@ -125,8 +125,7 @@ _packing = threading.RLock()
 
 
 def program_of(model: Model, *, encoder: bool = False) -> Program:
-    """The packed form of a model without obstacles, made once, when it is first asked for; that of
-    its `encoder`, or of all else."""
+    """Return the packed form of a model without obstacles, or of its `encoder`, made only once."""
     programs = _ENCODERS if encoder else _PROGRAMS
     with _packing:
         if model not in programs:
@@ -135,7 +134,7 @@ def program_of(model: Model, *, encoder: bool = False) -> Program:
 
 
 def _forget_packing() -> None:
-    """A forked child has no thread that could be packing."""
+    """Renew the lock: a forked child has no thread that could be packing."""
     global _packing
     _packing = threading.RLock()
 
@@ -164,7 +163,7 @@ class Runner(int):
 
 
 def open_runner(library: CDLL, program: Program, kv_type: int) -> Runner:
-    """A runner without rows; CapacityError where memory does not suffice."""
+    """Open a runner without rows; raise CapacityError where memory does not suffice."""
     address = c_void_p()
     check(library.es_open(program.structure, kv_type, byref(address)))
     _OPEN[address.value or 0] = library, program

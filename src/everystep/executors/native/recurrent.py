@@ -10,7 +10,7 @@ from everystep.models.mamba import Mamba, MambaLayer
 
 
 def recurrent_weights(packing: Packing, network: Mamba) -> StackWeights:
-    """All layers; a head tied to the embedding table shares its panels."""
+    """Pack all layers; a head tied to the embedding table shares its panels."""
     spec = network.spec
     layers = (LayerWeights * spec.count)(*(_layer(packing, layer) for layer in network.layers))
     table = packing.matrix(network.table)
@@ -34,7 +34,7 @@ def recurrent_weights(packing: Packing, network: Mamba) -> StackWeights:
 
 
 def _layer(packing: Packing, layer: MambaLayer) -> LayerWeights:
-    """Channels lie side by side, as lanes of the kernels."""
+    """Pack a layer with its channels side by side, as lanes of the kernels."""
     recurrence = RecurrenceWeights(
         inward=packing.linear(layer.inward),
         select=packing.linear(layer.select),

@@ -23,7 +23,7 @@ class RopeTable:
         self._kept = RopeRows()
 
     def rows(self, work: Work, places: np.ndarray | None, longest: int) -> RopeRows:
-        """The rotation of each token of the work.
+        """Return the rotation of each token of the work.
 
         `places`: (N,) or (axes, N) position ids of all, where a feed gives some. `longest`: how
         many positions a row holds at most.
@@ -45,8 +45,7 @@ class RopeTable:
         return self._turned(self._tables, places.astype(np.int32))
 
     def _kept_for(self, length: int) -> RopeRows:
-        """The table of at least so many positions, for tokens that are rotated by their own
-        positions."""
+        """Return a table of at least so many positions, for tokens rotated by their own."""
         if len(self._tables[0]) < length:
             longer = self._table(torch.arange(max(_LEAST_TABLE, 2 * length)), None)
             self._kept = self._turned(longer, None)
@@ -54,7 +53,7 @@ class RopeTable:
         return self._kept
 
     def _turned(self, tables: tuple[Tensor, Tensor], rows: np.ndarray | None) -> RopeRows:
-        """The rows of a table that rotate tokens; None: those of their positions."""
+        """Return the rows of a table that rotate tokens; None: those of their positions."""
         cos, sin = tables
         at = None if rows is None else rows.ctypes.data
         made = RopeRows(cos.data_ptr(), sin.data_ptr(), at, self._rope.dim, len(cos))
@@ -62,6 +61,6 @@ class RopeTable:
         return made
 
     def _table(self, positions: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(N, dim) each."""
+        """Return cosines and sines, (N, dim) each."""
         table = rotary_table(self._rope, positions, lengths, torch.float32)
         return table.cos[:, 0].contiguous(), table.sin[:, 0].contiguous()

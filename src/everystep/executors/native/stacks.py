@@ -19,7 +19,7 @@ from everystep.nn.norm import Norm
 
 
 def encoder_weights(packing: Packing, network: EncoderDecoder) -> StackWeights:
-    """The encoder, which reads embeddings and has no head."""
+    """Pack the encoder, which reads embeddings and has no head."""
     spec = network.spec
     layers = [_layer(packing, spec, layer) for layer in network.encoder]
     return StackWeights(
@@ -32,7 +32,7 @@ def encoder_weights(packing: Packing, network: EncoderDecoder) -> StackWeights:
 
 
 def crossing_weights(packing: Packing, network: EncoderDecoder) -> StackWeights:
-    """The decoder, with what its layers make of encoder states."""
+    """Pack the decoder, with what its layers make of encoder states."""
     spec = network.spec
     layers = [_across(packing, spec, layer) for layer in network.decoder]
     table = packing.matrix(network.table)
@@ -54,7 +54,7 @@ def crossing_weights(packing: Packing, network: EncoderDecoder) -> StackWeights:
 def _frame(
     packing: Packing, spec: EncoderDecoderSpec, stack: StackSpec, layers: list[LayerWeights]
 ) -> dict[str, Any]:
-    """What both stacks have."""
+    """Return what both stacks have."""
     each = (LayerWeights * len(layers))(*layers)
     packing.alive.append(each)
     return {
@@ -76,7 +76,7 @@ def _frame(
 def _places(
     packing: Packing, stack: StackSpec, positions: RelativeBias | torch.Tensor
 ) -> dict[str, Any]:
-    """How a stack tells positions apart: by embeddings, or by what distances add to scores."""
+    """Return how a stack tells positions apart: by embeddings, or by additions to scores."""
     if isinstance(positions, RelativeBias):
         # Keys further away than this are all in the last bucket.
         reach = positions.max_distance
@@ -88,7 +88,7 @@ def _places(
 
 
 def _layer(packing: Packing, spec: EncoderDecoderSpec, layer: EncoderLayer) -> LayerWeights:
-    """What layers of both stacks have."""
+    """Pack what layers of both stacks have."""
     stack = spec.decoder if isinstance(layer, DecoderLayer) else spec.encoder
     first, last = _norms(packing, spec, layer.norm), _norms(packing, spec, layer.mlp_norm)
     return LayerWeights(
@@ -105,7 +105,7 @@ def _layer(packing: Packing, spec: EncoderDecoderSpec, layer: EncoderLayer) -> L
 
 
 def _across(packing: Packing, spec: EncoderDecoderSpec, layer: DecoderLayer) -> LayerWeights:
-    """A decoder's layer, with its attention to the encoder in the middle."""
+    """Pack a decoder's layer, with its attention to the encoder in the middle."""
     made, norms = _layer(packing, spec, layer), _norms(packing, spec, layer.across_norm)
     made.across_q = packing.linear(layer.across_q)
     made.across_kv = packing.linear(layer.across_kv)
@@ -117,6 +117,6 @@ def _across(packing: Packing, spec: EncoderDecoderSpec, layer: DecoderLayer) -> 
 def _norms(
     packing: Packing, spec: EncoderDecoderSpec, norm: Norm | None
 ) -> tuple[NormWeights, NormWeights]:
-    """A part's norm where it stands: before the part, or after it."""
+    """Pack a part's norm where it stands: before the part, or after it."""
     made = packing.norm(norm)
     return (made, NormWeights()) if spec.pre_norm else (NormWeights(), made)

@@ -47,24 +47,24 @@ class StateRows:
     _next: dict[int, int] = field(default_factory=dict)  # row -> page for its next position
 
     def lengths(self) -> dict[int, int]:
-        """Row -> positions held."""
+        """Return how many positions each row holds."""
         return {row: self.length(row) for row in self._marks}
 
     def length(self, row: int) -> int:
-        """Positions held by a row; InvariantError if it is not allocated."""
+        """Return how many positions a row holds; raise InvariantError if it is not allocated."""
         if row not in self._marks:
             raise InvariantError(f"row {row} is not allocated")
         marks = self._marks[row]
         return marks[-1].position if marks else 0
 
     def allocate(self, row: int) -> None:
-        """The row exists and is empty."""
+        """Add an empty row."""
         if row in self._marks:
             raise InvariantError(f"row {row} is allocated twice")
         self._marks[row] = ()
 
     def fork(self, row: int, source: int) -> None:
-        """The row holds what `source` holds."""
+        """Add a row that holds what `source` holds."""
         self.length(source)
         self.allocate(row)
         self.pool.share(_pages(self._marks[source]))
@@ -72,13 +72,15 @@ class StateRows:
         self.pool.counts.forks += 1
 
     def truncate(self, row: int, length: int) -> None:
-        """The row holds its first `length` positions; InvariantError where it holds no states of
-        just these."""
+        """Cut the row to its first `length` positions.
+
+        Raise InvariantError where it holds no states of just these.
+        """
         self.length(row)
         self._keep(row, cut_marks(self._marks[row], length))
 
     def free(self, row: int) -> None:
-        """The row is gone."""
+        """Remove the row."""
         self.truncate(row, 0)
         if row in self._next:
             self.pool.release(np.array([self._next.pop(row)]))
@@ -91,8 +93,10 @@ class StateRows:
         counts: Sequence[int],
         wanted: Sequence[int],
     ) -> KeptStates:
-        """Rows of `starts` positions hold `counts` more, of which each may be cut back by as many
-        as are `wanted`; what each begins with, and where its states are to be kept."""
+        """Let rows of `starts` positions hold `counts` more; return where states lie and will lie.
+
+        Each row may be cut back by as many positions as are `wanted`.
+        """
         before, kept, after = [], [], []
         dropped: list[StatePage] = []
         for row, start, count, want in zip(rows, starts, counts, wanted, strict=True):
@@ -120,15 +124,15 @@ class StateRows:
         )
 
     def restore(self, row: int, length: int) -> None:
-        """The empty row holds `length` positions, and a page for their states."""
+        """Give the empty row `length` positions, and a page for their states."""
         self._marks[row] = (StatePage(length, self.pool.take()),)
 
     def page(self, row: int) -> int | None:
-        """The page of a row's states, None where it is empty."""
+        """Return the page of a row's states, None where it is empty."""
         return self._marks[row][-1].page if self.length(row) else None
 
     def recount(self) -> None:
-        """Every page is free or counted again, whatever was cut short by an interrupt.
+        """Count every page again as free or held, whatever was cut short by an interrupt.
 
         What rows hold is as it was left, and is only good for being freed.
         """
@@ -136,7 +140,7 @@ class StateRows:
         self.pool.recount([*map(_pages, self._marks.values()), *spare])
 
     def _page_for(self, row: int) -> int:
-        """The page that the row has for its next position, or another one."""
+        """Return the page that the row has for its next position, or another one."""
         page = self._next.pop(row, None)
         return self.pool.take() if page is None else page
 
@@ -147,5 +151,5 @@ class StateRows:
 
 
 def _pages(marks: Iterable[StatePage]) -> np.ndarray:
-    """(n,) the pages of these states."""
+    """Return (n,) the pages of these states."""
     return np.array([mark.page for mark in marks], np.int64)

@@ -33,22 +33,24 @@ class KeyStore:
         self._table = addressed(self.rows.table)
 
     def export(self, row: int) -> Past:
-        """What the row holds, as a copy."""
+        """Return what the row holds, as a copy."""
         return past_of(exported(self.opened, self.rows, row))
 
     def hold(self, row: int, length: int) -> None:
-        """The empty row has pages for so many positions, which are to be filled."""
+        """Give the empty row pages for so many positions, which are to be filled."""
         self.rows.extend([row], [0], [length])
 
     def fill(self, row: int, past: Past) -> None:
-        """The pages of the row hold what the past holds."""
+        """Fill the pages of the row with what the past holds."""
         kv, pages = kv_of(past).float().contiguous(), self.rows.pages(row)
         runner = self.opened.runner
         self.opened.library.es_import(runner, pages.ctypes.data, past.length, kv.data_ptr())
 
     def write(self, step: StepWork, work: Work) -> tuple[object, int]:
-        """The structure has the pages of all rows, which have room for the feeds; returns what it
-        points to, and the most positions that a row holds."""
+        """Write the pages of all rows, which have room for the feeds, into the structure.
+
+        Return what it points to, and the most positions that a row holds.
+        """
         feeds = (work.rows.tolist(), work.starts.tolist(), work.counts.tolist())
         copies, longest = self.rows.extend(*feeds)
         if self.rows.table is not self._table[0]:
@@ -70,7 +72,7 @@ class StateStore:
         self.rows = StateRows()
 
     def export(self, row: int) -> Past:
-        """What the row holds, as a copy."""
+        """Return what the row holds, as a copy."""
         library, runner, shape = self.opened
         if (page := self.rows.page(row)) is None:
             return Past(0, ((),) * shape.layers)
@@ -80,19 +82,21 @@ class StateStore:
         return states_past(self.rows.length(row), held, inputs)
 
     def hold(self, row: int, length: int) -> None:
-        """The empty row has a page for the states after so many positions, to be filled."""
+        """Give the empty row a page for the states after so many positions, to be filled."""
         self.rows.restore(row, length)
 
     def fill(self, row: int, past: Past) -> None:
-        """The page of the row holds what the past holds."""
+        """Fill the page of the row with what the past holds."""
         held = states_of(past)
         self.opened.library.es_import_states(
             self.opened.runner, self.rows.page(row), held.data_ptr()
         )
 
     def write(self, step: StepWork, work: Work) -> tuple[object, int]:
-        """The structure has the pages in which states lie and will lie; returns what it points to,
-        and 0: no rope turns anything."""
+        """Write the pages in which states lie and will lie into the structure.
+
+        Return what it points to, and 0: no rope turns anything.
+        """
         feeds = (work.rows, work.starts, work.counts, work.logits)
         kept = self.rows.extend(*(numbers.tolist() for numbers in feeds))
         step.states_before, step.states_kept, step.states_after, step.states_next = (
@@ -102,7 +106,7 @@ class StateStore:
 
 
 def exported(opened: Opened, rows: PagedRows, row: int, *, across: bool = False) -> Tensor:
-    """(L, 2, K, length, D) of a line of pages; `across`: those of encoder states."""
+    """Return (L, 2, K, length, D) of a line of pages; `across`: those of encoder states."""
     length, shape = rows.length(row), opened.shape
     kv = torch.empty(shape.layers, 2, shape.kv_heads, length, shape.head_dim)
     pages = rows.pages(row)
@@ -111,5 +115,5 @@ def exported(opened: Opened, rows: PagedRows, row: int, *, across: bool = False)
 
 
 def addressed(array: np.ndarray) -> tuple[np.ndarray, int]:
-    """An array and its address, which are replaced together, so that no interrupt can part them."""
+    """Return an array and its address, to be replaced together, so that no interrupt parts them."""
     return array, array.__array_interface__["data"][0]

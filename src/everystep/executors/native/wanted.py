@@ -13,10 +13,10 @@ from everystep.types import Answer, Extra, Work
 
 
 class WantedLayers:
-    """What some feeds want of layers beside their logits, and room for it.
+    """Room for what some feeds want of layers beside their logits.
 
-    That is the last hidden states, the inputs of layers, those of them that the head reads out, and
-    the weights of attention, over the row and over the encoder states that rows look at.
+    It holds the last hidden states, the inputs of layers, those of them that the head reads out,
+    and the weights of attention, over the row and over the encoder states that rows look at.
     """
 
     def __init__(self, work: Work, shape: StackWeights, across: StatesOfRows | None) -> None:
@@ -47,11 +47,11 @@ class WantedLayers:
 
     @staticmethod
     def wanted_by(extra: Extra) -> bool:
-        """Whether a feed wants any of that."""
+        """Return whether a feed wants any of that."""
         return extra.hidden or extra.layers or extra.attentions or bool(extra.early)
 
     def _addresses(self, held: dict[int, torch.Tensor]) -> np.ndarray:
-        """(F,) addresses, 0 where there is nothing."""
+        """Return (F,) addresses, 0 where there is nothing."""
         pointers = np.zeros(len(self._counts), dtype=np.int64)
         for f, weights in held.items():
             pointers[f] = weights.data_ptr()
@@ -60,8 +60,11 @@ class WantedLayers:
     def _read_out(
         self, work: Work, found: list[int], tokens: int
     ) -> tuple[np.ndarray, dict[int, tuple[int, int]]]:
-        """Which hidden states the head reads, feed by feed and layer by layer the positions whose
-        logits are wanted; and how many layers and positions of each feed these are."""
+        """Return which hidden states the head reads, and how many layers and positions of each
+        feed.
+
+        They come feed by feed and layer by layer: the positions whose logits are wanted.
+        """
         ends, places = work.counts.cumsum(), [np.empty(0, dtype=np.int64)]
         shapes = {}
         for f, extra in self._extras.items():
@@ -81,7 +84,7 @@ class WantedLayers:
         step.across_attentions = self._across_pointers.ctypes.data if self._across else None
 
     def answers(self) -> dict[int, Answer]:
-        """By feed."""
+        """Return the answers by feed."""
         found = {f: Answer() for f in self._extras}
         last = [] if self._last is None else self._last.split(self._counts)  # type: ignore[no-untyped-call]
         inputs = self._hidden.split(self._counts, dim=1)  # type: ignore[no-untyped-call]

@@ -66,7 +66,7 @@ from everystep.types.work import Work as Work
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """What a request's feeds must return beside the logits of its choices.
+    """The results that a request's feeds must return beside the logits of its choices.
 
     `logprobs`, `prompt_logprobs`: how many of the most likely tokens are kept for each chosen and
     each prompt token, beside that token itself; None for neither. `cache`: what rows hold when all
@@ -126,7 +126,7 @@ class Request:
         object.__setattr__(self, "prompt_visible", self.prompt.length + shift)
 
     def visible_prompt(self) -> np.ndarray:
-        """The ids that stand before the first generated one."""
+        """Return the ids that stand before the first generated one."""
         ids = self.prompt.ids
         token = self.pad_token if self.prefix_token is None else self.prefix_token
         pad = np.full(self.pad_prefix, token, dtype=np.int64)
@@ -134,7 +134,7 @@ class Request:
 
     @property
     def drafts(self) -> int:
-        """How many drafts of a sequence are verified at once, at most."""
+        """The number of drafts of a sequence that are verified at once, at most."""
         return 1 if self.drafter is None else 1 + self.drafter.alternatives
 
     @property
@@ -162,18 +162,18 @@ class Request:
 
 
 def nobodys(prompt: Prompt) -> Request:
-    """A request for plain ids that no engine runs; it lets rows of ids be read by hand."""
+    """Make a request for plain ids that no engine runs; it lets rows of ids be read by hand."""
     return Request("", prompt, cast(Strategy, None), cast(Draws, None))
 
 
 def needs_of_hooks(hooks: tuple[Hook, ...]) -> frozenset[str]:
-    """The abilities that an executor must have for what these hooks give and read."""
+    """Return the abilities that an executor must have for what these hooks give and read."""
     given = (name for hook in hooks for name in hook.gives)
     return frozenset((*given, *("hidden" for hook in hooks if "hidden" in hook.reads)))
 
 
 def adapter_ability(name: str) -> str:
-    """The ability of an executor that holds the adapter of this name."""
+    """Return the ability of an executor that holds the adapter of this name."""
     return f"adapters: {name!r}"
 
 
@@ -186,7 +186,7 @@ class Companion:
     row: int | None = None
 
     def lose_row(self) -> None:
-        """Nothing is cached but what the prompt brings."""
+        """Leave nothing cached but what the prompt brings."""
         self.row, self.cached = None, self.prompt.start
 
 
@@ -217,7 +217,7 @@ class Sequence:
     companions: tuple[Companion, ...] = ()
 
     def lose_row(self) -> None:
-        """Nothing is cached but what the prompt brings."""
+        """Leave nothing cached but what the prompt brings."""
         self.row, self.cached = None, self.request.prompt.start
 
     def forget(self) -> None:
@@ -231,17 +231,17 @@ class Sequence:
 
     @property
     def visible(self) -> int:
-        """How many ids, pad prefix included, others may see."""
+        """The number of ids, pad prefix included, that others may see."""
         return self.length + self.request.shift
 
     @property
     def generated(self) -> int:
-        """How many tokens were chosen so far."""
+        """The number of tokens that were chosen so far."""
         return self.length - self.request.prompt.length
 
     @property
     def pending(self) -> int:
-        """How many positions its next feed must hold, companions included."""
+        """The number of positions that its next feed must hold, companions included."""
         missing = self.length - self.cached
         for one in self.companions:
             missing += companion_length(self, one) - one.cached
@@ -249,7 +249,7 @@ class Sequence:
 
 
 def companion_length(sequence: Sequence, companion: Companion) -> int:
-    """How many positions a companion holds: its own prompt and the sequence's tokens."""
+    """Return how many positions a companion holds: its own prompt and the sequence's tokens."""
     return companion.prompt.length + sequence.generated
 
 
@@ -280,7 +280,7 @@ class Group:
     forked: int = 0
 
     def without_live(self) -> Group:
-        """A group equal to this one, but without live sequences."""
+        """Return a group equal to this one, but without live sequences."""
         return Group(
             self.request, self.rank, [], list(self.done), self.state, self.prompt_known,
             self.opened, self.settled, self.reported, self.pasts, self.best,
@@ -296,36 +296,38 @@ class Group:
 
     @property
     def cached_tokens(self) -> int:
-        """How many positions of its prompt were not fed for it: they came cached, or from the row
-        of another request."""
+        """The number of positions of its prompt that were not fed for it.
+
+        They came cached, or from the row of another request.
+        """
         prompt = self.request.prompt
         return min(max(prompt.start, self.forked), prompt.length)
 
     @property
     def error(self) -> Exception | None:
-        """What ended the group, if that was an error."""
+        """The error that ended the group, if one did."""
         return next((one.reason.matched for one in self.done if one.reason.kind == "error"), None)
 
     @property
     def pending(self) -> int:
-        """How many positions must be fed before the group may choose."""
+        """The number of positions that must be fed before the group may choose."""
         return sum([sequence.pending for sequence in self.live])
 
     @property
     def pending_chunks(self) -> int:
-        """How many of them can be fed in earlier steps: all but the last of each row."""
+        """The number of them that can be fed in earlier steps: all but the last of each row."""
         return self.pending - len(self.live) * (1 + len(self.request.companions))
 
     @property
     def rows(self) -> int:
-        """How many cache rows the group needs to make its next choice and go on."""
+        """The number of cache rows that the group needs to make its next choice and go on."""
         request = self.request
         per_sequence = (1 + len(request.companions)) * request.drafts
         return per_sequence * max(request.strategy.width, len(self.live))
 
     @property
     def finished(self) -> bool:
-        """Whether no sequence has a choice left to make."""
+        """True if no sequence has a choice left to make."""
         return self.settled or None not in [sequence.finish for sequence in self.live]
 
 
@@ -382,7 +384,7 @@ class Rows:
         return int(self.lengths.max()) if len(self.lengths) else 0
 
     def ids(self) -> Tensor:
-        """(R, width) int64 on the CPU; a row's ids beyond its length have no meaning."""
+        """Return (R, width) int64 on the CPU; a row's ids beyond its length have no meaning."""
         lines = np.fromiter((s.line for s in self.sequences), np.int64, len(self.sequences))
         return torch.from_numpy(self.table.rectangle(lines, self.width))
 

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """Where R choices stand: `seed`, `lineage` and `position` (R,) uint64, and their `slot` (R,)
-    among the `slots` rows of the call's full rectangle, finished rows included."""
+    """The places of R choices: `seed`, `lineage` and `position` (R,) uint64.
+
+    `slot`: (R,), their places among the `slots` rows of the call's full rectangle, finished rows
+    included.
+    """
 
     seed: np.ndarray
     lineage: np.ndarray
@@ -30,7 +33,7 @@ class Places:
 def places_of(
     sequences: list[Sequence], position: np.ndarray, slot: np.ndarray, slots: int
 ) -> Places:
-    """Where choices of R sequences stand, each at a position of its row, (R,)."""
+    """Return where choices of R sequences stand, each at a position of its row, (R,)."""
     seed = np.array([s.request.draws.seed % 2**64 for s in sequences], dtype=np.uint64)
     lineage = np.array([s.lineage for s in sequences], dtype=np.uint64)
     return Places(seed, lineage, position.astype(np.uint64), slot, slots)
@@ -65,13 +68,16 @@ class Batch:
         return len(self.sequences)
 
     def places(self) -> Places:
-        """Where the next choices of every sequence stand."""
+        """Return where the next choices of every sequence stand."""
         position = np.array([s.length for s in self.sequences], dtype=np.uint64)
         return places_of(self.sequences, position, self.slot, self.slots)
 
     def group_places(self, width: int) -> Places:
-        """Where the choices of whole groups of `width` sequences stand: at the first of each, in
-        the place of the group, whatever the lineages."""
+        """Return where the choices of whole groups of `width` sequences stand.
+
+        A group stands at the first of its sequences, in the place of the group, whatever the
+        lineages.
+        """
         first = self.sequences[::width]
         position = np.array([s.length for s in first], dtype=np.uint64)
         at = places_of(first, position, self.slot[::width] // width, self.slots // width)

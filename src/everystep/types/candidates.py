@@ -30,7 +30,7 @@ class Candidates:
 
     @classmethod
     def of_rows(cls, ids: np.ndarray) -> Candidates:
-        """The rows of a rectangle (C, T) of visible ids, as if each had just got its last one."""
+        """Make candidates of a rectangle (C, T) of visible ids, each of which just got its last."""
         table = TokenTable(*ids.shape)
         heads = [row[:-1] for row in ids]
         requests = [nobodys(Prompt(ids=head)) for head in heads]
@@ -49,14 +49,16 @@ class Candidates:
         return np.array([parent.visible - parent.provisional + 1 for parent in self.parents])
 
     def ids(self, candidate: int) -> np.ndarray:
-        """All visible ids of one candidate."""
+        """Return all visible ids of one candidate."""
         parent = self.parents[candidate]
         head = self.table.data[parent.line, : parent.visible - parent.provisional]
         return np.append(head, self.last[candidate])
 
     def tail(self, candidate: int, count: int) -> list[int]:
-        """The last `count` visible ids of one candidate that are not padding before its prompt, or
-        all if there are fewer."""
+        """Return the last `count` visible ids of one candidate, or all if there are fewer.
+
+        Padding before its prompt is left out.
+        """
         parent = self.parents[candidate]
         end = parent.visible - parent.provisional
         start = max(end + 1 - count, parent.request.pad_prefix)
@@ -64,7 +66,7 @@ class Candidates:
         return [*head.tolist(), int(self.last[candidate])]
 
     def scores(self, candidate: int) -> tuple[Tensor, ...] | None:
-        """Per step up to the last token of a candidate, (R, V); None if they were not asked for."""
+        """Return (R, V) per step up to a candidate's last token; None if they were not wanted."""
         if self.steps is None or self.reached is None:
             return None
         return tuple(self.steps[: int(self.reached[candidate])])

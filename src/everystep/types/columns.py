@@ -50,7 +50,7 @@ class Columns:
         self._own = hidden
 
     def copy(self) -> Columns:
-        """The same positions, from where both go on separately."""
+        """Copy the same positions, from where both go on separately."""
         self._settle()
         return Columns(self.shift, self._shelf, self._shared)
 

@@ -18,7 +18,7 @@ FinishKind = Literal["stop", "length", "time", "criteria", "cancelled", "error"]
 @stored("reason")
 @dataclass(frozen=True, slots=True)
 class FinishReason:
-    """Why a sequence ended; `matched` is the token id, string or exception that caused it."""
+    """The reason why a sequence ended; `matched` is the token id, string or exception behind it."""
 
     kind: FinishKind
     matched: Any = None
@@ -39,7 +39,7 @@ class Injected:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """What the model reads before the first choice.
+    """The content that the model reads before the first choice.
 
     `ids`: (T,) int64 or None. `embeds`: (length, E) or None; where both are given the model reads
     the embeddings and everything else sees the ids, of which there may be more or fewer.
@@ -85,17 +85,17 @@ class Prompt:
 
     @property
     def is_deep(self) -> bool:
-        """Whether what is injected adds to hidden states too."""
+        """True if what is injected adds to hidden states too."""
         return self.injected is not None and self.injected.deepstack is not None
 
     @property
     def hidden(self) -> int:
-        """How many positions more there are than ids; below 0 where there are fewer."""
+        """The number of positions beyond the ids; below 0 where there are fewer positions."""
         return self.length - (0 if self.ids is None else len(self.ids))
 
     @property
     def plain(self) -> bool:
-        """Whether its ids, at positions 0, 1, ..., are all that there is of it."""
+        """True if its ids, at positions 0, 1, ..., are all that there is of it."""
         more = self.brings or self.before or self.past is not None or self.encoder is not None
         return self.ids is not None and not more
 
@@ -141,12 +141,12 @@ class Event:
 
 
 def values_of(memo: Mapping[str, Any]) -> dict[str, Any]:
-    """The immutable part of a memo."""
+    """Return the immutable part of a memo."""
     return {key: value for key, value in memo.items() if not is_memory(value)}
 
 
 def is_memory(value: object) -> bool:
-    """Whether it is a memory of the prefix, which changes as that grows, and not immutable.
+    """Return whether a value is a memory of the prefix, which changes as that grows.
 
     `copy()` gives an equal one that shares no mutable state; `rewind(length)` cuts it back to the
     first `length` visible ids. It can be dropped at any time and is made again from the ids.

@@ -20,7 +20,10 @@ def require_tensor(
     dims: tuple[int, ...] = (),
     holds: Literal["integers", "floats", "any"] = "any",
 ) -> Tensor:
-    """The tensor itself; RequestError where it is none, has other dimensions or holds others."""
+    """Return the tensor itself.
+
+    Raise RequestError for anything else, or another form or content.
+    """
     if not isinstance(given, Tensor):
         got: object = type(given).__name__
     elif given.device.type == "meta":

@@ -41,7 +41,7 @@ UNCHANGED = _Unchanged()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Next:
-    """What a hook wants after a token.
+    """The wishes of a hook after a token.
 
     `memory`: the hook's memory from here on, an immutable value; it can be saved where it is made
     of numbers, text, tuples and arrays. `force`: the ids of the next tokens, instead of those that
@@ -56,7 +56,7 @@ class Next:
 
 @stored("hooked")
 class Hooked(NamedTuple):
-    """What hooks know of a sequence.
+    """The knowledge that hooks have of a sequence.
 
     `marks`: (position, memories) pairs: the memories, one per hook, that hold from this position
     on. `length`: how many positions they speak of, those of the prompt and of chosen tokens.
@@ -71,12 +71,12 @@ class Hooked(NamedTuple):
 
     @property
     def memories(self) -> tuple[Any, ...]:
-        """Those after the last token."""
+        """The memories after the last token."""
         memories: tuple[Any, ...] = self.marks.last[1]
         return memories
 
     def at(self, position: int) -> tuple[Any, ...]:
-        """The memories that held when the token of this position had been chosen."""
+        """Return the memories that held when the token of this position had been chosen."""
         chain: Chain = self.marks
         while chain.earlier is not None and chain.last[0] > position:
             chain = chain.earlier
@@ -111,7 +111,7 @@ class BeforeStep:
 
     @property
     def positions(self) -> range:
-        """Those that are fed."""
+        """The positions that are fed."""
         return range(self.start, self.start + self.count)
 
     @property

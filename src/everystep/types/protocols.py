@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """What a strategy reads of a step.
+    """The parts of a step that a strategy reads.
 
     `scores`: processed logits, or processed log-probabilities. `best`: how many of the best scores
     of a row decide where no processor changes them, or 0 for all of them. `shortlists`: whether
@@ -59,37 +59,37 @@ class Strategy(Protocol):
 
     @property
     def streams(self) -> bool:
-        """Whether chosen tokens may be shown at once; if not, it is a `DecidesLate`."""
+        """True if chosen tokens may be shown at once; if not, it is a `DecidesLate`."""
 
     @property
     def reads(self) -> Reads:
-        """What it reads of a step."""
+        """The parts of a step that it reads."""
 
     @property
     def rounds(self) -> int:
-        """How often it picks in a step; a later round sees what the earlier ones picked."""
+        """The number of picks in a step; a later round sees what the earlier ones picked."""
 
     def pick(
         self, batch: Batch, scores: Scores, earlier: tuple[tuple[np.ndarray, ...], ...] = ()
     ) -> tuple[Tensor, ...]:
-        """The scores of S rows -> small tensors, all that `select` will get of them.
+        """Reduce the scores of S rows to small tensors, all that `select` will get of them.
 
         Where lists do not decide, it reads whole rows.
         `earlier`: what the earlier rounds of this step picked, on the host.
         """
 
     def select(self, batch: Batch, picked: tuple[tuple[np.ndarray, ...], ...]) -> Children:
-        """Who continues whom, from what every round picked."""
+        """Return who continues whom, from what every round picked."""
 
     def finish(self, group: Group) -> list[Finished]:
-        """The group's result, best first where there is an order."""
+        """Return the group's result, best first where there is an order."""
 
 
 class DecidesLate(Strategy, Protocol):
     """A strategy whose tokens are settled late."""
 
     def rivals(self, group: Group) -> tuple[list[Sequence], list[Finished]]:
-        """The hypotheses that the group's result can still come from."""
+        """Return the hypotheses that the group's result can still come from."""
 
 
 class InRounds(Strategy, Protocol):
@@ -98,8 +98,11 @@ class InRounds(Strategy, Protocol):
     def turn(
         self, batch: Batch, earlier: tuple[tuple[np.ndarray, ...], ...]
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """(n,) the rows that choose next, and (n, m) tokens that were chosen beside each of them in
-        the earlier rounds, None in the first; processors see both."""
+        """Return (n,) the rows that choose next, and (n, m) tokens of the earlier rounds.
+
+        The tokens were chosen beside each row; they are None in the first round. Processors see
+        both.
+        """
 
 
 class Draws(Protocol):
@@ -107,14 +110,14 @@ class Draws(Protocol):
 
     @property
     def seed(self) -> int:
-        """What `Places.seed` holds for the rows of a request with these draws."""
+        """The value of `Places.seed` for the rows of a request with these draws."""
 
     @property
     def whole_rows(self) -> bool:
-        """Whether a choice also looks at tokens without a score."""
+        """True if a choice also looks at tokens without a score."""
 
     def choose(self, scores: Scores, places: Places) -> Tensor:
-        """R rows -> (R,) one token per row, drawn from their softmax; -1 where that is nan.
+        """Choose (R,) one token per row of R, drawn from their softmax; -1 where that is nan.
 
         Lists, with their ids in rising order, give the same as the rows that they stand for.
         """
@@ -122,38 +125,40 @@ class Draws(Protocol):
     def choose_without_replacement(
         self, probabilities: Tensor, places: Places, count: int
     ) -> Tensor:
-        """(R, n) probabilities -> (R, count) distinct indices per row, in order of the draw.
+        """Choose (R, count) distinct indices per row of (R, n) probabilities, in order of the draw.
 
-        -1 where a row holds nan.
+        They are -1 where a row holds nan.
         """
 
     def uniform(self, stream: str, places: Places, n: int = 1) -> Tensor:
-        """(R, n) numbers in (0, 1) from a named stream."""
+        """Return (R, n) numbers in (0, 1) from a named stream."""
 
     def beside(self, stream: str) -> Draws:
-        """Draws of the same kind and seed whose choices depend on none of these."""
+        """Return draws of the same kind and seed whose choices depend on none of these."""
 
 
 class Stop(Protocol):
     """A function of candidates; equal stops of different requests are called once."""
 
     def __call__(self, candidates: Candidates) -> np.ndarray:
-        """(C,) bool: which candidates end."""
+        """Return (C,) bool: which candidates end."""
 
     def reason(self, candidates: Candidates, index: int) -> FinishReason:
-        """Why candidate `index`, for which the call said True, ends."""
+        """Return why candidate `index`, for which the call said True, ends."""
 
 
 class Readout(Protocol):
-    """How the logits of a sequence, of its companions and of earlier layers become one row."""
+    """A rule that makes one row of the logits of a sequence, its companions and earlier layers."""
 
     @property
     def layers(self) -> tuple[int, ...]:
         """The layers before which hidden states are read out too, with the head alone."""
 
     def mix(self, logits: Tensor, companions: list[Tensor], early: Tensor | None = None) -> Tensor:
-        """(R, V) logits of the sequences and of each companion, and (n, R, V) those of the n layers
-        -> (R, V)."""
+        """Mix (R, V) logits of the sequences and of each companion -> (R, V).
+
+        `early`: (n, R, V), those of the n layers.
+        """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,7 +177,7 @@ one that was not; or as many as pay, by what steps have cost and drafts have gai
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """How drafts are judged.
+    """The way in which drafts are judged.
 
     By default an id counts if it is what the strategy chooses. With `rejects` it counts with the
     probability p / q, where it was drawn from q and the strategy draws from p, and the first that
@@ -187,7 +192,7 @@ class Verification:
 
     @property
     def reads(self) -> bool:
-        """Whether it reads what drafts were drawn from."""
+        """True if it reads what drafts were drawn from."""
         return self.rejects or self.weight < 1
 
 
@@ -208,13 +213,13 @@ class Drafting(Protocol):
     """A drafter at work for one engine."""
 
     def propose(self, asked: list[Asked], table: TokenTable) -> list[Draft]:
-        """For each that is asked for, the ids that may follow the sequence."""
+        """Return the ids that may follow the sequence, for each that is asked for."""
 
     def restart(self) -> None:
         """Drops everything that it held for sequences; it is made again from the ids."""
 
     def held(self) -> int:
-        """How many cache rows it holds."""
+        """Return how many cache rows it holds."""
 
 
 class Drafter(Protocol):
@@ -222,23 +227,25 @@ class Drafter(Protocol):
 
     @property
     def tokens(self) -> int:
-        """How many ids a draft holds, at first or at most."""
+        """The number of ids in a draft, at first or at most."""
 
     @property
     def schedule(self) -> Schedule:
-        """How that number changes."""
+        """The way in which that number changes."""
 
     @property
     def alternatives(self) -> int:
-        """How many further drafts of a sequence are verified beside the first, at most."""
+        """The number of further drafts of a sequence, verified beside the first, at most."""
 
     def start(self, vocabulary: int) -> Drafting:
-        """A drafter at work for an engine with so many ids, with storage of its own if it needs
-        some; RequestError if it cannot draft for them."""
+        """Start a drafter for an engine with so many ids, with storage of its own if it needs some.
+
+        Raise RequestError if it cannot draft for them.
+        """
 
 
 class Hook(Protocol):
-    """What looks at every step of a request and adds to it, under any strategy.
+    """An object that looks at every step of a request and adds to it, under any strategy.
 
     Derive from it and override what is needed. All that a hook knows of a sequence is its memory,
     an immutable value; each method has to follow from what it is given, for it may be asked again.
@@ -252,11 +259,11 @@ class Hook(Protocol):
     reads: tuple[str, ...] = ()
 
     def on_prompt(self, moment: PromptMoment) -> Any:
-        """The memory that a sequence begins with."""
+        """Return the memory that a sequence begins with."""
         return None
 
     def before_step(self, step: BeforeStep) -> Mapping[str, Tensor] | None:
-        """What the model reads at the positions of the step beside ids, by name, or instead.
+        """Return what the model reads at the positions of the step beside ids, by name, or instead.
 
         "embeds" and inputs per token: (count, ...), an entry per position; other inputs: one entry
         (...), for all of them. It takes the place of what the prompt gives.
@@ -264,7 +271,7 @@ class Hook(Protocol):
         return None
 
     def after_step(self, step: AfterStep) -> Next | None:
-        """What follows from a token; None for nothing.
+        """Return what follows from a token; None for nothing.
 
         It is asked about every token that the strategy may go on with, in a search also about some
         that are not taken.

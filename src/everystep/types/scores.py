@@ -35,7 +35,7 @@ class Scores:
 
     @classmethod
     def of(cls, values: Tensor, totals: Tensor | None = None) -> Scores:
-        """Whole rows, (R, V)."""
+        """Make scores of whole rows, (R, V)."""
         return cls(values, None, values.shape[-1], totals=totals)
 
     def __len__(self) -> int:
@@ -43,11 +43,11 @@ class Scores:
 
     @property
     def listed(self) -> bool:
-        """Whether these are lists of all tokens above -inf."""
+        """True if these are lists of all tokens above -inf."""
         return self.tokens is not None and self.rest is None
 
     def whole(self) -> Scores:
-        """The same rows with all tokens: written out, or read from where the list came from."""
+        """Return the same rows with all tokens: written out, or read where the list came from."""
         if self.tokens is None:
             return self
         if self.rest is not None and self.read is not None:
@@ -58,7 +58,7 @@ class Scores:
         return Scores.of(full, self.totals)
 
     def select(self, rows: Tensor, most: int | None = None) -> Scores:
-        """The given rows, (n,), in the given order; of lists, best first, the `most` best."""
+        """Return the given rows, (n,), in their order; of lists, best first, the `most` best."""
         if self.tokens is None:
             return Scores.of(self.values[rows], _at(self.totals, rows))
         read, rest = self.read, _at(self.rest, rows)
@@ -74,7 +74,7 @@ class Scores:
         )
 
     def put(self, rows: Tensor, part: Scores) -> Scores:
-        """The same lists but for the given rows, (n,), which are the lists of `part`."""
+        """Return the same lists but for the given rows, (n,), which are the lists of `part`."""
         width = max(self.values.shape[1], part.values.shape[1])
         values = self.values.new_full((len(self), width), -math.inf)
         tokens = torch.zeros((len(self), width), dtype=torch.int64)
@@ -98,7 +98,7 @@ class Scores:
         return Scores(values, tokens, self.vocabulary, rest, read=read)
 
     def changed(self, change: Callable[[Tensor, Any], Tensor]) -> Scores:
-        """With new values, also for the tokens that are not listed.
+        """Return scores with new values, also for the tokens that are not listed.
 
         `change(values, rows)`: (n, m) values of the given rows -> new ones, each of its old value
         and row alone, none below another that was below it.
@@ -113,7 +113,7 @@ class Scores:
         )
 
     def log_probs(self) -> Scores:
-        """Logits as log-probabilities.
+        """Turn logits into log-probabilities.
 
         Where totals are known they are subtracted, from lists as from whole rows, so that both are
         the same bits.
@@ -124,7 +124,7 @@ class Scores:
         return self.changed(lambda values, rows: values - totals[rows, None])
 
     def rising(self) -> Scores:
-        """Lists with their ids in rising order; whole rows as they are."""
+        """Return lists with their ids in rising order; whole rows as they are."""
         if self.tokens is None:
             return self
         tokens, order = self.tokens.sort(dim=1, stable=True)

@@ -30,7 +30,7 @@ class Chain(NamedTuple):
     earlier: Chain | None
 
     def values(self) -> list[Any]:
-        """All of them, the first one first."""
+        """Return all of them, the first one first."""
         found: list[Any] = []
         chain: Chain | None = self
         while chain is not None:
@@ -40,8 +40,7 @@ class Chain(NamedTuple):
 
 
 def stored(name: str) -> Callable[[C], C]:
-    """Values of the decorated dataclass or named tuple are written under this name, by their
-    fields."""
+    """Write values of the decorated dataclass or named tuple under this name, by their fields."""
 
     def register(kind: C) -> C:
         _KINDS[name], _NAMES[kind] = kind, name
@@ -51,7 +50,7 @@ def stored(name: str) -> Callable[[C], C]:
 
 
 def to_bytes(value: Any) -> bytes:
-    """The value as bytes; RequestError for anything that cannot be written."""
+    """Return the value as bytes; raise RequestError for anything that cannot be written."""
     arrays: list[np.ndarray] = []
     form = json.dumps(_form(value, arrays), separators=(",", ":")).encode()
     parts = [len(form).to_bytes(8, "little"), form, *(array.tobytes() for array in arrays)]
@@ -59,7 +58,7 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """The value that was written; FormatError if the bytes are anything else."""
+    """Return the value that was written; raise FormatError if the bytes are anything else."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > len(data) - 8:
         raise FormatError("these bytes hold no saved generation", got=f"{len(data)} bytes")

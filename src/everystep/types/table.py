@@ -9,7 +9,7 @@ import numpy as np
 
 
 def common_length(tails: Items[np.ndarray]) -> int:
-    """How many ids all tails begin with."""
+    """Return how many ids all tails begin with."""
     length = min(map(len, tails), default=0)
     for tail in tails[1:]:
         differ = (tail[:length] != tails[0][:length]).nonzero()[0]
@@ -19,7 +19,7 @@ def common_length(tails: Items[np.ndarray]) -> int:
 
 
 class TokenTable:
-    """What processors, stops and outputs see of every sequence: (lines, capacity) int64.
+    """The ids of every sequence as processors, stops and outputs see them: (lines, capacity) int64.
 
     Lines are handed out lowest first, so that a lockstep batch is one block of them.
     """
@@ -29,7 +29,7 @@ class TokenTable:
         self._free = list(range(lines - 1, -1, -1))
 
     def open(self, ids: np.ndarray) -> int:
-        """A new line that starts with `ids`."""
+        """Open a new line that starts with `ids`."""
         line = self._take()
         self.reserve(len(ids))
         self.data[line, : len(ids)] = ids
@@ -42,22 +42,22 @@ class TokenTable:
             self.data[line, place] = token
 
     def fork(self, line: int, length: int) -> int:
-        """A new line that starts with the first `length` ids of `line`."""
+        """Open a new line that starts with the first `length` ids of `line`."""
         new = self._take()
         self.data[new, :length] = self.data[line, :length]
         return new
 
     def close(self, line: int) -> None:
-        """The line may be handed out again."""
+        """Close the line, so that it may be handed out again."""
         self._free.append(line)
 
     def keep(self, lines: Collection[int]) -> None:
-        """Only the given lines are in use."""
+        """Keep only the given lines in use."""
         count = self.data.shape[0]
         self._free = [line for line in range(count - 1, -1, -1) if line not in lines]
 
     def reserve(self, capacity: int) -> None:
-        """Every line has room for `capacity` ids."""
+        """Make room for `capacity` ids in every line."""
         lines, held = self.data.shape
         if capacity > held:
             grown = np.zeros((lines, max(capacity, 2 * held)), dtype=np.int64)
@@ -69,7 +69,7 @@ class TokenTable:
         return self.data.shape[0] - len(self._free)
 
     def rectangle(self, lines: np.ndarray, width: int) -> np.ndarray:
-        """(R, width) the first ids of the given lines; a view where the lines are one block."""
+        """Return (R, width) the first ids of the given lines; a view if these are one block."""
         first = int(lines[0]) if len(lines) else 0
         if np.array_equal(lines, np.arange(first, first + len(lines))):
             return self.data[first : first + len(lines), :width]

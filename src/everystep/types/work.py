@@ -23,7 +23,7 @@ MOST_BEST = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Past:
-    """What a row of `length` positions holds, outside of any row.
+    """The contents of a row of `length` positions, outside of any row.
 
     `layers`: layer by layer the tensors of its stores. They mean something only to an executor that
     runs the same model, and to `everystep.cache.pasts`, which makes them from cache objects.
@@ -60,12 +60,12 @@ class InputSpec:
     after: Literal["nothing", "zeros", "last"] = "nothing"
 
     def shape_of(self, length: int, values: Tensor) -> tuple[int, ...]:
-        """The shape that values for `length` positions have to have."""
+        """Return the shape that values for `length` positions have to have."""
         inner = tuple(values.shape[1:]) if self.open else self.shape
         return (length, *inner) if self.per == "token" else inner
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Whether values of a type can be given."""
+        """Return whether values of a type can be given."""
         return self.open or torch.can_cast(dtype, self.dtype)
 
 
@@ -83,7 +83,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extra:
-    """What one feed brings and wants beyond ids and logits; it concerns no other feed.
+    """The inputs and wishes of one feed beyond ids and logits; they concern no other feed.
 
     `positions`: (count,) or (axes, count) position ids; None: the places in the row. `mask`:
     (1 or H, count, start + count) bool, what each fed position sees of the row; None: everything
@@ -107,7 +107,7 @@ class Extra:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """What one feed wanted beyond logits; None where it did not want it.
+    """The results of one feed beyond logits; None where it did not want one.
 
     `hidden`: (count, E). `layers`: (count, E) each, embeddings first, the last one normalised.
     `attentions`, `cross_attentions`: (H, count, S) each, over the row and over encoder states.
@@ -155,7 +155,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutput:
-    """What a work produced.
+    """The results of a work.
 
     `logits`: (R, V) of the feeds that want whole rows, in feed order, float32 or wider; R is the
     sum of their wanted counts. `best`: likewise of the feeds that want the best, as lists on the

@@ -28,7 +28,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def mix(value: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64 (Steele et al. 2014), element by element, modulo 2^64."""
+    """Apply the finaliser of splitmix64 (Steele et al. 2014), element by element, modulo 2^64."""
     value = (value ^ (value >> np.uint64(30))) * _MIX_1
     value = (value ^ (value >> np.uint64(27))) * _MIX_2
     return value ^ (value >> np.uint64(31))
@@ -36,7 +36,7 @@ def mix(value: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=2**14)
 def _key(seed: int, stream: str, lineage: int) -> int:
-    """What all numbers of one sequence's stream begin with."""
+    """Return the key that all numbers of one sequence's stream begin with."""
     key = mix_one(mix_one(seed + int(_GOLDEN)) + _STREAMS[stream] * int(_GOLDEN))
     return mix_one(key ^ mix_one(lineage + int(_GOLDEN)))
 
@@ -44,7 +44,7 @@ def _key(seed: int, stream: str, lineage: int) -> int:
 def uniform(
     seed: np.ndarray, stream: str, lineage: np.ndarray, position: np.ndarray, n: int = 1
 ) -> np.ndarray:
-    """(R, n) float64 in (0, 1), a function of the arguments alone; R seeds, lineages, ..."""
+    """Return (R, n) float64 in (0, 1), a function of the arguments alone; R seeds, lineages, ..."""
     rows = zip(seed.tolist(), lineage.tolist(), strict=True)
     keys = np.array([_key(one, stream, own) for one, own in rows], dtype=np.uint64)
     keys = mix(keys + position.astype(np.uint64) * _GOLDEN + _GOLDEN)
@@ -53,21 +53,21 @@ def uniform(
 
 
 def seed_of(seed: int, index: int) -> int:
-    """The seed of prompt `index` where one is given for several; that of the first is itself."""
+    """Return the seed of prompt `index` of several that share one; the first one's is itself."""
     if index == 0:
         return seed
     return mix_one(mix_one(seed + _STREAMS["prompt"] * int(_GOLDEN)) + index * int(_GOLDEN))
 
 
 def fork_lineage(lineage: int, position: int, rank: int) -> int:
-    """The lineage of a further child: new for every (parent, position, rank)."""
+    """Return the lineage of a further child: new for every (parent, position, rank)."""
     key = mix_one(lineage + _STREAMS["fork"] * int(_GOLDEN))
     key = mix_one((key ^ position) + int(_GOLDEN))
     return mix_one((key ^ rank) + int(_GOLDEN))
 
 
 def mix_one(value: int) -> int:
-    """`mix` of one Python integer, for the many single forks of a beam search."""
+    """Do `mix` for one Python integer, for the many single forks of a beam search."""
     value &= _MASK
     value = ((value ^ (value >> 30)) * int(_MIX_1)) & _MASK
     value = ((value ^ (value >> 27)) * int(_MIX_2)) & _MASK
@@ -81,17 +81,17 @@ _CACHED = 2**16  # weights that are made and summed at once, so that they stay i
 
 
 def _possible(drawn: Tensor, probabilities: Tensor) -> Tensor:
-    """(R, n) indices, -1 in rows of nan: where a softmax is nan at all, it is nan everywhere."""
+    """Return (R, n) indices, -1 in rows of nan: a softmax that is nan at all is nan everywhere."""
     return torch.where(probabilities[:, :1].isnan(), -1, drawn)
 
 
 def on_host(scores: Tensor) -> bool:
-    """Whether numpy may read the scores, which takes no waiting for a device."""
+    """Return whether numpy may read the scores, which takes no waiting for a device."""
     return scores.device.type == "cpu"
 
 
 def weights(scores: np.ndarray) -> np.ndarray:
-    """(R, n) exp(score - highest); nan in a row without any finite score or with nan.
+    """Return (R, n) exp(score - highest); nan in a row without any finite score or with nan.
 
     A token's weight does not depend on where it stands, as it may with torch's exp.
     """
@@ -101,7 +101,7 @@ def weights(scores: np.ndarray) -> np.ndarray:
 
 
 def _drawn(scores: Tensor, numbers: Tensor) -> Tensor:
-    """(R, n) scores -> (R,) where numbers (R, 1) in (0, 1) fall among their summed weights."""
+    """Return (R,) where numbers (R, 1) in (0, 1) fall among the summed weights of scores (R, n)."""
     if not on_host(scores):
         power = (scores - scores.amax(dim=-1, keepdim=True)).double().exp()
         drawn = _reached_on_device(power.cumsum(dim=-1), numbers.to(scores.device))
@@ -121,10 +121,11 @@ _AHEAD = 64  # how many tokens may be among the first to come
 
 
 def _first_to_come(rates: Tensor, noise: Tensor, count: int) -> Tensor:
-    """(R, count) the tokens of the shortest waiting times, -log(u) / rate of (R, V) numbers u, in
-    order. Their order is that of log rate - log(-log u), the keys of Gumbel top-k.
+    """Return (R, count) the tokens of the shortest waiting times, in order.
 
-    As -log(u) is at least 1 - u, most tokens are out without a logarithm.
+    A time is -log(u) / rate of one of (R, V) numbers u. The order is that of log rate - log(-log
+    u), the keys of Gumbel top-k. As -log(u) is at least 1 - u, most tokens are out without a
+    logarithm.
     """
     if count < _AHEAD < rates.shape[1] // 2 and on_host(rates):
         bounds, likely = torch.topk(rates / (1 - noise), _AHEAD)
@@ -136,7 +137,7 @@ def _first_to_come(rates: Tensor, noise: Tensor, count: int) -> Tensor:
 
 
 def _reached(cumulative: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """(R,) the first place at which sums (R, n) exceed shares (R, 1) of the last one."""
+    """Return (R,) the first place at which sums (R, n) exceed shares (R, 1) of the last one."""
     total = cumulative[:, -1:]
     index = (cumulative <= numbers * total).sum(axis=1)
     # Rounding may reach the end: the last place that adds anything is the answer then.
@@ -144,14 +145,14 @@ def _reached(cumulative: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 
 def _reached_on_device(cumulative: Tensor, numbers: Tensor) -> Tensor:
-    """(R, 1) as `_reached`, without a wait."""
+    """Do as `_reached`, (R, 1), without a wait."""
     total = cumulative[:, -1:].contiguous()
     index = torch.searchsorted(cumulative, numbers * total, right=True)
     return torch.minimum(index, torch.searchsorted(cumulative, total))
 
 
 def _reached_in_blocks(weight: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """(R,) as `_reached`, for weights (R, V): the block first, then the place in it; -1 for nan."""
+    """Do as `_reached`, (R,), for weights (R, V): find the block, then the place; -1 for nan."""
     begin = np.arange(0, weight.shape[1], _BLOCK)
     sums = np.add.reduceat(weight, begin, axis=1, dtype=np.float64).cumsum(axis=1)
     wanted, total = numbers * sums[:, -1:], sums[:, -1:]
@@ -218,7 +219,7 @@ class SeededDraws:
     whole_rows: ClassVar[bool] = False
 
     def choose(self, scores: Scores, places: Places) -> Tensor:
-        """Inverse of the cumulative distribution, so that one number makes one choice."""
+        """Choose by the inverse of the cumulative distribution, so one number makes one choice."""
         numbers = self.uniform(self.stream, places)
         if not scores.listed or scores.tokens is None:
             return _drawn(scores.whole().values, numbers)
@@ -229,7 +230,7 @@ class SeededDraws:
     def choose_without_replacement(
         self, probabilities: Tensor, places: Places, count: int
     ) -> Tensor:
-        """Gumbel top-k (Kool et al. 2019): the numbers are keyed by token, not by rank."""
+        """Choose by Gumbel top-k (Kool et al. 2019); the numbers are keyed by token, not rank."""
         noise = self.uniform(self.stream, places, probabilities.shape[1]).to(probabilities.device)
         return _possible(_first_to_come(probabilities.double(), noise, count), probabilities)
 
@@ -241,7 +242,7 @@ class SeededDraws:
 
 
 def set_seed(seed: int, deterministic: bool = False) -> None:
-    """The global generators of Python, numpy and torch start anew from `seed`.
+    """Start the global generators of Python, numpy and torch anew from `seed`.
 
     Draws without `seed=` come from torch's. `deterministic`: torch chooses algorithms that repeat.
     Source: transformers' `set_seed`.

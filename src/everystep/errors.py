@@ -45,7 +45,7 @@ class MissingExtraError(UnsupportedError):
 
     @classmethod
     def of(cls, what: str, library: str, extra: str, *, do: str | None = None) -> MissingExtraError:
-        """The error for `what` needs the library; `do`: what helps instead of installing it."""
+        """Return the error that `what` needs the library; `do`: another help than to install it."""
         install = f"Install it: pip install 'everystep[{extra}]'"
         return cls(
             f"{what} needs {library}, which is not installed",
@@ -106,7 +106,7 @@ NOBODYS = (MemoryError, InvariantError)
 
 
 def message(what: str, *, wanted: object = None, got: object = None, do: str | None = None) -> str:
-    """The text of an error: what is wrong, what was wanted, what was got, what to do.
+    """Return the text of an error: what is wrong, what was wanted, what was got, what to do.
 
     Each of these is cut where it is so long that nobody would read it, and shows escapes in the
     place of characters that cannot be printed.
@@ -120,7 +120,7 @@ def message(what: str, *, wanted: object = None, got: object = None, do: str | N
 
 
 def shown(value: object) -> str:
-    """The `repr` of what a caller passed, whatever his own code makes of that."""
+    """Return the `repr` of what a caller passed, whatever his own code makes of that."""
     return _written(value, repr)
 
 
@@ -133,7 +133,7 @@ def _written(value: object, write: Callable[[object], str]) -> str:
 
 
 def _printable(text: str) -> str:
-    """The text with escapes for what a terminal or a log would obey, or show as something else."""
+    """Return the text with escapes for what a terminal or log would obey, or show differently."""
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
@@ -146,5 +146,5 @@ def _cut(part: object) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is spelled most like `name`, or None."""
+    """Return the known name that is spelled most like `name`, or None."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)

@@ -21,7 +21,7 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def require_memory(needed: int, what: str, do: str, device: torch.device | None = None) -> None:
-    """CapacityError where fewer than `needed` bytes are left on the device, the CPU by default."""
+    """Raise CapacityError if fewer than `needed` bytes are left on the device (None: the CPU)."""
     if needed < _SMALL:
         return
     left = memory_left(device)
@@ -31,7 +31,7 @@ def require_memory(needed: int, what: str, do: str, device: torch.device | None 
 
 
 def memory_left(device: torch.device | None = None) -> int | None:
-    """Bytes that this process could still get, None where the system does not say.
+    """Return how many bytes this process could still get, None where the system does not say.
 
     On the CPU that is what the system says is available, less where a control group allows less.
     """
@@ -42,7 +42,7 @@ def memory_left(device: torch.device | None = None) -> int | None:
 
 
 def memory_speed(size: int = 1 << 30) -> float:
-    """Bytes per second of a sum over so many bytes, on the threads that torch has."""
+    """Return the bytes per second of a sum over so many bytes, on the threads that torch has."""
     values = torch.ones(size // 4)
     taken = []
     for _ in range(8):
@@ -59,7 +59,7 @@ def _of_system() -> int | None:
 
 
 def _of_group() -> int | None:
-    """What the control group has left; pages of files that it counts could be dropped."""
+    """Return what the control group has left; pages of files that it counts could be dropped."""
     most, used = (_text(_GROUP / name).strip() for name in ("memory.max", "memory.current"))
     if not most.isdigit() or not used.isdigit():
         return None

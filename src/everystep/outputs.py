@@ -25,7 +25,7 @@ Layers = tuple[Tensor, ...]
 
 @dataclass(frozen=True, eq=False)
 class TokenLogprobs:
-    """How likely T tokens were where they stood, in natural logarithms of the raw distribution.
+    """The likelihood of T tokens where they stood, in natural logarithms of the raw distribution.
 
     `tokens`, `logprobs`: (T,) int64 and float32. `top_tokens`, `top_logprobs`: (T, k), the k most
     likely ids of each position, best first.
@@ -37,7 +37,7 @@ class TokenLogprobs:
     top_logprobs: Tensor
 
     def __len__(self) -> int:
-        """T."""
+        """Return T."""
         return len(self.tokens)
 
     def __repr__(self) -> str:
@@ -80,13 +80,13 @@ class Shown(Mapping[str, Any]):
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def to_tuple(self) -> tuple[Any, ...]:
-        """transformers' fields that are not None, in order."""
+        """Return transformers' fields that are not None, in order."""
         return tuple(getattr(self, name) for name in self._names())
 
 
 @dataclass(eq=False, kw_only=True, repr=False)
 class Output(Shown):
-    """What every output of `generate()` can say beyond transformers' fields.
+    """The fields of every output of `generate()` beyond those of transformers.
 
     `text`: one per sequence, prompt excluded, if there is a tokenizer. `new_tokens`: per sequence
     the generated ids, the end token included, padding excluded. `prompt_length`: how many columns
@@ -124,7 +124,7 @@ class CausalLMOutput(Shown):
 
 
 def encoder_states(outputs: Any) -> Tensor:
-    """(B, S, E) of what an encoder returned."""
+    """Return (B, S, E) of what an encoder returned."""
     states = getattr(outputs, "last_hidden_state", None)
     if states is None and isinstance(outputs, tuple | list) and outputs:
         states = outputs[0]
@@ -139,10 +139,11 @@ def encoder_states(outputs: Any) -> Tensor:
 
 
 def loss_of(logits: Tensor, labels: Tensor | None, aligned: bool) -> Tensor | None:
-    """() mean cross entropy of labels (B, T) under logits (B, T, V), None without labels.
+    """Return the () mean cross entropy of labels (B, T) under logits (B, T, V), None without
+    labels.
 
-    Each label is predicted from the position before it, or, where they are `aligned`, from its
-    own; -100 counts as no label. RequestError where they do not fit. Source: ForCausalLMLoss.
+    Each label is predicted from the position before it, or, where they are `aligned`, from its own;
+    -100 counts as no label. Raise RequestError where they do not fit. Source: ForCausalLMLoss.
     """
     if labels is None:
         return None
@@ -168,7 +169,7 @@ def loss_of(logits: Tensor, labels: Tensor | None, aligned: bool) -> Tensor | No
 
 
 def _brief(value: Any) -> str:
-    """Tensors by their shapes, tuples of steps by their number."""
+    """Show tensors by their shapes, tuples of steps by their number."""
     if isinstance(value, Tensor):
         return f"<{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}>"
     if isinstance(value, tuple) and value and isinstance(value[0], Tensor | tuple):
@@ -254,7 +255,7 @@ def compute_transition_scores(
     beam_indices: Tensor | None = None,
     normalize_logits: bool = False,
 ) -> Tensor:
-    """The score that each generated token had when it was chosen, (B, T), 0 after its end.
+    """Return (B, T): the score of each generated token when it was chosen, 0 after its end.
 
     `sequences`: (B, length) ids. `scores`: per step (R, V). `beam_indices`: (B, steps), the row of
     `scores` that each token was chosen from, -1 after the end; without it row r is sequence r's.
@@ -292,7 +293,7 @@ def compute_transition_scores(
 def _chosen_from(
     sequences: Tensor, scores: Sequence[Tensor], beam_indices: Tensor | None
 ) -> Tensor:
-    """(B, steps) the row of scores that every token was chosen from."""
+    """Return (B, steps) the row of scores that every token was chosen from."""
     held = scores[0].shape[0]
     if beam_indices is None:
         own = torch.arange(held, device=sequences.device)

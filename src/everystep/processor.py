@@ -12,7 +12,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def processor_name() -> str:
-    """The processor's name as the system gives it."""
+    """Return the processor's name as the system gives it."""
     try:
         lines = _NAMES.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -22,8 +22,11 @@ def processor_name() -> str:
 
 
 def usable_processors() -> int:
-    """How many threads can run at once: those that the system lets this process run on, or fewer
-    where its control group may use less time than they have."""
+    """Return how many threads can run at once.
+
+    These are as many as the system lets this process run on, or fewer where its control group may
+    use less time than they have.
+    """
     if hasattr(os, "sched_getaffinity"):
         found = len(os.sched_getaffinity(0))
     else:

@@ -16,7 +16,10 @@ Adapters = Mapping[str, LoRA]
 
 
 def with_adapter(known: Adapters, name: str, folder: str | PathLike[str], model: Model) -> Adapters:
-    """These and the LoRA in a PEFT folder; RequestError for a name that is taken or none."""
+    """Return these and the LoRA in a PEFT folder.
+
+    Raise RequestError for a name taken or invalid.
+    """
     if not isinstance(name, str) or not name or name in known:
         raise RequestError(
             "an adapter cannot have this name",
@@ -28,18 +31,18 @@ def with_adapter(known: Adapters, name: str, folder: str | PathLike[str], model:
 
 
 def without_adapter(known: Adapters, name: str) -> Adapters:
-    """These but the one of this name; RequestError where there is none."""
+    """Return these but the one of this name; raise RequestError where there is none."""
     require_adapter(known, name)
     return {key: one for key, one in known.items() if key != name}
 
 
 def moved_adapters(known: Adapters, device: torch.device, dtype: torch.dtype) -> Adapters:
-    """These on a device, in a type."""
+    """Return these on a device, in a type."""
     return {name: one.to(device, dtype) for name, one in known.items()}
 
 
 def require_adapter(known: Adapters, name: str) -> None:
-    """RequestError where there is no adapter of this name."""
+    """Raise RequestError where there is no adapter of this name."""
     if not isinstance(name, str) or name not in known:
         do = "Call load_adapter first"
         raise RequestError("there is no such adapter", wanted=list(known), got=shown(name), do=do)

@@ -23,7 +23,7 @@ _ROLES = ("qkv", "out", "up", "down")  # the projections of a layer that adapter
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Delta:
-    """What is added to some rows of a map: `scale` * x A^T B^T, from row `start` on.
+    """An addition to some rows of a map: `scale` * x A^T B^T, from row `start` on.
 
     `a`: (rank, in). `b`: (rows, rank).
     """
@@ -34,7 +34,7 @@ class Delta:
     start: int = 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., rows)."""
+        """Map (..., in) -> (..., rows)."""
         return (x @ self.a.T) @ self.b.T * self.scale
 
 
@@ -48,7 +48,7 @@ class LoRA:
     targets: Mapping[str, tuple[Delta, ...]]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> LoRA:
-        """The same adapter on a device, in a type."""
+        """Return the same adapter on a device, in a type."""
         return LoRA(
             {
                 key: tuple(
@@ -69,7 +69,7 @@ class _MergedLinear(LinearMap):
     deltas: tuple[tuple[Delta, float], ...]
 
     def matrix(self) -> Tensor:
-        """(out, in), a copy."""
+        """Return (out, in), a copy."""
         found = dense(self.base.matrix()).detach().clone()
         wide = torch.promote_types(found.dtype, torch.float32)
         for delta, weight in self.deltas:
@@ -80,7 +80,7 @@ class _MergedLinear(LinearMap):
 
 
 def merged(model: Model, adapters: Sequence[tuple[LoRA, float]]) -> Model:
-    """The model with adapters in its weights, each times a number; only to be exported.
+    """Return the model with adapters in its weights, each times a number; only to be exported.
 
     Its maps compute nothing. A model that is no decoder takes no adapters.
     """
@@ -123,7 +123,7 @@ class _AdaptedLinear(LinearMap):
         return self._changed(self.base.add_to(residual, x), x)
 
     def matrix(self) -> Matrix:
-        """The weight of the map, without deltas."""
+        """Return the weight of the map, without deltas."""
         return self.base.matrix()
 
     def _changed(self, y: Tensor, x: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ Asked = Iterable[tuple[tuple[tuple[str, float], ...], Tensor]]
 
 
 def adapted(decoder: Decoder, adapters: Mapping[str, LoRA], asked: Asked) -> Decoder:
-    """The decoder for one step over N positions, some of which ask for adapters."""
+    """Return the decoder for one step over N positions, some of which ask for adapters."""
     uses = _uses(decoder, adapters, asked)
     layers = []
     for index, layer in enumerate(decoder.layers):
@@ -157,7 +157,7 @@ def adapted(decoder: Decoder, adapters: Mapping[str, LoRA], asked: Asked) -> Dec
 
 
 def _uses(decoder: Decoder, adapters: Mapping[str, LoRA], asked: Asked) -> list[_Use]:
-    """Each adapter once, with all positions that ask for it."""
+    """Return each adapter once, with all positions that ask for it."""
     found: dict[str, list[tuple[Tensor, float]]] = {}
     for pairs, places in asked:
         for name, weight in pairs:

@@ -46,9 +46,9 @@ _REFUSED = (
 
 
 def read_lora(folder: str | PathLike[str], model: Model) -> LoRA:
-    """The adapter in a folder, for this model, on its device and in its type.
+    """Return the adapter in a folder, for this model, on its device and in its type.
 
-    Raises MissingFileError, FormatError (a broken file; tensors that do not fit each other, the
+    Raise MissingFileError, FormatError (a broken file; tensors that do not fit each other, the
     configuration or the model) and UnsupportedError (another kind of adapter, a variant of LoRA, a
     target that is not a projection of a decoder's layer).
     """
@@ -72,7 +72,10 @@ def read_lora(folder: str | PathLike[str], model: Model) -> LoRA:
 
 
 def _refuse_variants(config: Fields, *, transposed: bool) -> None:
-    """`transposed`: weights lie so in checkpoints, which `fan_in_fan_out` says of them."""
+    """Refuse variants of LoRA that compute something else.
+
+    `transposed`: weights lie so in checkpoints, which `fan_in_fan_out` says of them.
+    """
     config.choice("peft_type", {"LORA": None}, "LORA")
     config.choice("bias", {"none": None}, "none")
     for key in _REFUSED:
@@ -92,7 +95,7 @@ def _scale(config: Fields, rank: int) -> float:
 
 
 def _pairs(weights: Weights) -> dict[str, dict[str, str]]:
-    """Module -> "A" and "B" -> the name of that tensor."""
+    """Return, by module, the names of its tensors "A" and "B"."""
     found: dict[str, dict[str, str]] = {}
     for name in weights.names():
         matched = _TENSOR.fullmatch(name)
@@ -113,7 +116,7 @@ def _pairs(weights: Weights) -> dict[str, dict[str, str]]:
 
 
 def _targets(model: Model) -> dict[str, tuple[Parameter, ParameterPart]]:
-    """Every projection that can be adapted, by the name of its module in a checkpoint."""
+    """Return every projection that can be adapted, by the name of its module in a checkpoint."""
     if not isinstance(model.network, Decoder):
         got = model.config.model_type
         raise UnsupportedError("only decoders take adapters", got=got)

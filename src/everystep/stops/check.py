@@ -22,7 +22,7 @@ _RANK: dict[type, int] = {kind: rank for rank, kind in enumerate(_ORDER)}
 
 
 def check(candidates: Candidates) -> list[FinishReason | None]:
-    """Why each candidate ends, or None where it goes on."""
+    """Return why each candidate ends, or None where it goes on."""
     reasons: list[FinishReason | None] = [None] * len(candidates)
     parents = candidates.parents
     shared = parents[0].request.stops if parents else ()
@@ -42,7 +42,7 @@ def _rank(stop: Stop) -> int:
 
 
 def _of_strangers(parents: list[Sequence]) -> Iterator[tuple[Stop, list[int]]]:
-    """The stops of different requests in order, each with the candidates that have it."""
+    """Yield the stops of different requests in order, each with the candidates that have it."""
     kinds: dict[type, list[tuple[Any, int]]] = {}
     for c, parent in enumerate(parents):
         for stop in parent.request.stops:

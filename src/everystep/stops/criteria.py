@@ -25,7 +25,7 @@ from everystep.types.protocols import Stop
 
 
 class StoppingCriteria:
-    """What a criterion of the caller's own is derived from.
+    """A base of the caller's own criteria.
 
     Called with ids (R, T) and the scores of all steps so far (None unless they are kept), it
     returns (R,) bool, or one bool for all: which rows end. Source: StoppingCriteria.
@@ -165,9 +165,9 @@ class StoppingCriteriaList(list[Any]):
 def validate_stopping_criteria(
     stopping_criteria: StoppingCriteriaList, max_length: int
 ) -> StoppingCriteriaList:
-    """A list of the same criteria that ends rows with `max_length` ids if none of them limits it.
+    """Return a list of the same criteria that ends rows at `max_length` ids if none limits them.
 
-    Warns where one of them has another limit. Source: validate_stopping_criteria.
+    Warn where one of them has another limit. Source: validate_stopping_criteria.
 
     Example:
 
@@ -189,10 +189,10 @@ _OWN = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria, StopStringCriteria
 
 
 def merge(made: Sequence[Stop], criteria: Any) -> tuple[Stop, ...]:
-    """The stops of a call: those that its configuration made, and the caller's.
+    """Return the stops of a call: those that its configuration made, and the caller's.
 
     A criterion of the caller's takes the place, with a warning, of a stop of the same kind. A
-    criterion whose class is one of ours, and no subclass, is asked as the stop it stands for.
+    criterion whose class is one of ours, and no subclass, is asked as the stop it stands for. Raise
     RequestError if `criteria` is not a list of callables.
     """
     kinds = {type(stop) for stop in made}
@@ -212,14 +212,14 @@ def merge(made: Sequence[Stop], criteria: Any) -> tuple[Stop, ...]:
 
 
 def longest(criteria: Any) -> int:
-    """The limit of a `MaxLengthCriteria` among the caller's criteria; 0 without one."""
+    """Return the limit of a `MaxLengthCriteria` among the caller's criteria; 0 without one."""
     listed = criteria if isinstance(criteria, (list, tuple)) else ()
     limits = [one.max_length for one in listed if type(one) is MaxLengthCriteria]
     return max(limits, default=0)
 
 
 def by_hand(stops: Sequence[Stop]) -> StoppingCriteriaList:
-    """The stops of a call as criteria that a loop outside the engine can ask."""
+    """Return the stops of a call as criteria that a loop outside the engine can ask."""
     return StoppingCriteriaList(_criterion_of(stop) for stop in stops)
 
 
@@ -247,17 +247,17 @@ def _checked(criteria: Any) -> Iterable[Any]:
 
 
 def _ids(given: object) -> Tensor:
-    """(R, T) the ids of a call by hand."""
+    """Return (R, T) the ids of a call by hand."""
     wanted = "a (rows, length) tensor of ids"
     return require_tensor(given, "input_ids", wanted, dims=(2,), holds="integers")
 
 
 def _all_or_none(ends: bool, input_ids: Tensor) -> Tensor:
-    """(R,) the same for all rows."""
+    """Return (R,) the same for all rows."""
     return torch.full(_ids(input_ids).shape[:1], ends, dtype=torch.bool, device=input_ids.device)
 
 
 def _ask(stop: Stop, input_ids: Tensor) -> Tensor:
-    """(R,) bool on the device of the ids: which rows end."""
+    """Return (R,) bool on the device of the ids: which rows end."""
     ends = stop(Candidates.of_rows(_ids(input_ids).cpu().numpy()))
     return torch.from_numpy(np.array(ends)).to(input_ids.device)

@@ -40,7 +40,7 @@ class MaxLength:
 
     @classmethod
     def stack(cls, stops: Sequence[MaxLength]) -> MaxLength:
-        """One for C candidates, each with the limit of its own."""
+        """Return one stop for C candidates, each with the limit of its own."""
         return cls(np.array([stop.limit for stop in stops]))
 
     def __call__(self, candidates: Candidates) -> np.ndarray:
@@ -58,17 +58,17 @@ class MaxTime:
 
     @classmethod
     def after(cls, seconds: float) -> MaxTime:
-        """The stop for a request that is made now."""
+        """Return the stop for a request that is made now."""
         return cls(time.monotonic() + seconds)
 
     @staticmethod
     def now() -> float:
-        """The moment by the wall clock, in seconds since the epoch."""
+        """Return the time by the wall clock, in seconds since the epoch."""
         return time.time()
 
     @classmethod
     def stack(cls, stops: Sequence[MaxTime]) -> MaxTime:
-        """One for C candidates, each with the deadline of its own."""
+        """Return one stop for C candidates, each with the deadline of its own."""
         return cls(np.array([stop.deadline for stop in stops]))
 
     def __call__(self, candidates: Candidates) -> np.ndarray:

@@ -62,7 +62,7 @@ class StopStrings:
         return FinishReason("stop", self._completed(candidates, index))
 
     def _completed(self, candidates: Candidates, index: int) -> str | None:
-        """The string that the newest token of a candidate completes first, if any."""
+        """Return the string that the newest token of a candidate completes first, if any."""
         for string, before in self._endings_in(int(candidates.last[index])):
             if not before or self._precedes(before, candidates, index):
                 return string
@@ -78,7 +78,7 @@ class StopStrings:
         return known
 
     def _precedes(self, before: bytes, candidates: Candidates, index: int) -> bool:
-        """Whether the text ends with `before` where the newest token starts."""
+        """Return whether the text ends with `before` where the newest token starts."""
         count = len(before) + 1  # ids are bytes at worst, unless they have none
         while True:
             ids = candidates.tail(index, count)
@@ -89,8 +89,10 @@ class StopStrings:
 
 
 def _endings(piece: bytes, strings: tuple[tuple[str, bytes], ...]) -> Iterator[Ending]:
-    """Where strings, each with its bytes, may end in a token's, the first end first, then in the
-    given order."""
+    """Yield the strings that may end in a token's, each with its bytes before the token.
+
+    The first end comes first, then the order given.
+    """
     begin = piece[:1]
     spelled = [one for one in strings if begin in one[1] or one[1] in piece]
     if not spelled:

@@ -64,12 +64,12 @@ class Delivery:
             self._put(column)
 
     def _put(self, ids: Any) -> None:
-        """An ordinary tensor: the streamer may be used, and keep what it gets, anywhere."""
+        """Put an ordinary tensor: the streamer may be used, and keep what it gets, anywhere."""
         with ordinary_mode():
             self._streamer.put(torch.tensor(ids))
 
     def _columns(self, events: list[Event]) -> list[tuple[int, ...]]:
-        """The first new id of every row, the second, and so on."""
+        """Return the first new id of every row, then the second, and so on."""
         by_row: list[list[int]] = [[] for _ in range(self._rows)]
         for event in events:
             if event.token >= 0:

@@ -109,14 +109,14 @@ class TextStreamer(BaseStreamer):
         sys.stdout.flush()
 
     def take_rest(self) -> str:
-        """What was held back; the streamer is ready for another generation."""
+        """Return what was held back; the streamer is ready for another generation."""
         rest = self._extended([])[self.print_len :] if self.token_cache else ""
         self._start_line()
         self.next_tokens_are_prompt = True
         return rest
 
     def _extended(self, ids: list[int]) -> str:
-        """The text of the line with further ids; half a character shows as `decode` shows it."""
+        """Return the text of the line with further ids, half a character as `decode` shows it."""
         self.token_cache.extend(ids)
         if self._follower is None:
             return str(self.tokenizer.decode(self.token_cache, **self.decode_kwargs))
@@ -132,7 +132,7 @@ class TextStreamer(BaseStreamer):
 
 
 def _follower(tokenizer: Any, decode_kwargs: Mapping[str, Any]) -> Detokenizer | None:
-    """What follows the ids of a line one by one, or None where only `decode` knows their text."""
+    """Return a follower of a line's ids, or None where only `decode` knows their text."""
     if not isinstance(tokenizer, Tokenizer) or not decode_kwargs.keys() <= {"skip_special_tokens"}:
         return None
     try:

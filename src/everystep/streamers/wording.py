@@ -24,7 +24,7 @@ class Wording:
         self._followers: dict[tuple[str, int], tuple[Follower, Trimmer | None]] = {}
 
     def copy(self) -> Wording:
-        """An independent follower in the same state."""
+        """Return an independent follower in the same state."""
         other = Wording(self._tokenizer)
         other._trims = self._trims
         for key, (follower, trimmer) in self._followers.items():
@@ -32,11 +32,11 @@ class Wording:
         return other
 
     def trim(self, request_id: str, strings: tuple[str, ...], before: str) -> None:
-        """The text of a request will lack the string that ends it; `before`: the prompt's end."""
+        """Keep back the string that ends a request from its text; `before`: the prompt's end."""
         self._trims[request_id] = strings, before
 
     def __call__(self, event: Event) -> Event:
-        """The event with the text that is final now and was not before."""
+        """Return the event with the text that is final now and was not before."""
         if self._tokenizer is None:
             return event
         follower, trimmer = self._following(self._tokenizer, event.request_id, event.index)
@@ -50,7 +50,7 @@ class Wording:
         return replace(event, text=piece)
 
     def follow(self, request_id: str, index: int, tokens: Sequence[int]) -> None:
-        """These tokens stand there already: what comes next is spelled after them."""
+        """Note that these tokens stand there already: what comes next is spelled after them."""
         if self._tokenizer is not None and tokens:
             follower, trimmer = self._following(self._tokenizer, request_id, index)
             piece = follower.push(tokens)
@@ -58,7 +58,7 @@ class Wording:
                 trimmer.push(piece)
 
     def ahead(self, request_id: str, index: int, tokens: list[int]) -> str | None:
-        """The text that further tokens would add, if they were the last."""
+        """Return the text that further tokens would add, if they were the last."""
         if self._tokenizer is None:
             return None
         follower = self._following(self._tokenizer, request_id, index)[0].copy()
@@ -96,7 +96,7 @@ class BeamEvent:
 
 
 def beam_event(group: Group, table: TokenTable, wording: Wording) -> BeamEvent:
-    """What the live beams of a group hold now."""
+    """Return what the live beams of a group hold now."""
     request = group.request
     first = request.prompt_visible + group.reported
     live = []

@@ -54,7 +54,7 @@ class ModelConfig(Mapping[str, Any]):
         return f"ModelConfig({self._values!r})"
 
     def to_dict(self) -> dict[str, Any]:
-        """A copy of the values."""
+        """Return a copy of the values."""
         return dict(self._values)
 
 
@@ -68,8 +68,10 @@ class Fields:
     def integer(
         self, key: str, default: int | None = None, *, least: int = 1, most: int = _MOST
     ) -> int:
-        """A whole number from `least` to `most`, which is more than any size or number of
-        positions; FormatError otherwise."""
+        """Read a whole number from `least` to `most`; raise FormatError for anything else.
+
+        `most` is more than any size or number of positions.
+        """
         value = self._present(key, default, "a whole number")
         if type(value) is not int or value < least:
             raise self.wrong(key, f"a whole number of at least {least}", value)
@@ -78,33 +80,35 @@ class Fields:
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """How many parts of a kind there are, each with an object of its own; FormatError where
-        that is no number of parts, or more than any model has."""
+        """Read how many parts of a kind there are, each with an object of its own.
+
+        Raise FormatError where that is no number of parts, or more than any model has.
+        """
         return self.integer(key, default, most=_MOST_PARTS)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number; FormatError otherwise."""
+        """Read a positive number; raise FormatError for anything else."""
         value = self._present(key, default, "a number")
         if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise self.wrong(key, "a positive number", value)
         return float(value)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
-        """True or false; FormatError otherwise."""
+        """Read true or false; raise FormatError for anything else."""
         value = self._present(key, default, "true or false")
         if type(value) is not bool:
             raise self.wrong(key, "true or false", value)
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string; FormatError otherwise."""
+        """Read a string; raise FormatError for anything else."""
         value = self._present(key, default, "a string")
         if type(value) is not str:
             raise self.wrong(key, "a string", value)
         return value
 
     def choice(self, key: str, known: Mapping[str, Any], default: str | None = None) -> str:
-        """One of the known strings; UnsupportedError otherwise."""
+        """Read one of the known strings; raise UnsupportedError for anything else."""
         value = self.text(key, default)
         if value not in known:
             wanted = ", ".join(sorted(known))
@@ -114,7 +118,7 @@ class Fields:
         return value
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """An array of `count` positive numbers; FormatError otherwise."""
+        """Read an array of `count` positive numbers; raise FormatError for anything else."""
         value = self._present(key, None, f"{count} numbers")
         fits = isinstance(value, list | tuple) and len(value) == count
         most = sys.float_info.max
@@ -123,11 +127,11 @@ class Fields:
         return tuple(map(float, value))
 
     def has(self, key: str) -> bool:
-        """Whether there is a value that is not null."""
+        """Return whether there is a value that is not null."""
         return self.values.get(key) is not None
 
     def wrong(self, key: str, wanted: object, got: object) -> FormatError:
-        """The error for a value that cannot be."""
+        """Return the error for a value that cannot be."""
         return FormatError(f"{self.where}: {key} is impossible", wanted=wanted, got=shown(got))
 
     def _present(self, key: str, default: Any, wanted: str) -> Any:

@@ -54,18 +54,18 @@ class Decoder(Network):
 
     @property
     def heads(self) -> int:
-        """How many query heads a layer has."""
+        """The number of query heads of a layer."""
         return self.spec.attention.heads
 
     @property
     def axes(self) -> int:
-        """How many position ids a position has."""
+        """The number of position ids that a position has."""
         ropes = [layer.rope for layer in self.spec.layers if layer.rope is not None]
         return 1 + max((axis for rope in ropes for axis in rope.axes), default=0)
 
     @property
     def most_positions(self) -> int | None:
-        """How many positions it has embeddings for; None where any number will do."""
+        """The number of positions that it has embeddings for; None where any number will do."""
         return None if self.spec.positions is None else self.spec.positions.count
 
     @property
@@ -77,7 +77,7 @@ class Decoder(Network):
 
     @property
     def counts_seen(self) -> bool:
-        """Whether the plain forward numbers the positions that its mask leaves."""
+        """True if the plain forward numbers the positions that its mask leaves."""
         return self.spec.positions is not None and self.spec.positions.from_mask
 
     @property
@@ -95,7 +95,7 @@ class Decoder(Network):
         return (InputSpec("deepstack", "token", shape, self.dtype),) if shape[0] else ()
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(...,) ids -> (..., E)."""
+        """Embed ids (...,) -> (..., E)."""
         hidden = look_up(self.table, tokens)
         if self.spec.embed_scale is None:
             return hidden
@@ -103,7 +103,7 @@ class Decoder(Network):
         return hidden * torch.tensor(self.spec.embed_scale, dtype=self.dtype, device=self.device)
 
     def forward(self, inputs: StepInputs, context: Context) -> Tensor:
-        """(N, E) hidden states after the last layer, before the last norm."""
+        """Return (N, E) hidden states after the last layer, before the last norm."""
         hidden = self._placed(inputs)
         tables, added = self._tables(inputs), inputs.declared.get("deepstack")
         context.keep(hidden)
@@ -116,7 +116,7 @@ class Decoder(Network):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Normalised hidden states (..., E) -> (..., V)."""
+        """Turn normalised hidden states (..., E) into logits (..., V)."""
         logits = self.head(hidden)
         cap = self.spec.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
@@ -129,7 +129,7 @@ class Decoder(Network):
         }
 
     def _placed(self, inputs: StepInputs) -> Tensor:
-        """(N, E) embeddings, with those of their positions if there are any."""
+        """Return (N, E) embeddings, with those of their positions if there are any."""
         rows = self.placed_rows
         return inputs.hidden if rows is None else inputs.hidden + rows[inputs.places(())]
 
@@ -164,7 +164,7 @@ class Decoder(Network):
         return context.attend(index, q, kv, self.rules[index])
 
     def _mlp(self, index: int, layer: Layer, hidden: Tensor, x: Tensor) -> Tensor:
-        """`hidden` (N, E) plus what the MLP or the experts of a layer make of `x` (N, E)."""
+        """Return `hidden` (N, E) plus what the MLP or the experts of a layer make of `x` (N, E)."""
         spec, post_norm = self.spec.layers[index].experts, layer.mlp_post_norm
         if spec is not None and layer.experts is not None:
             chosen, normalised = spec.chosen, spec.normalised
@@ -175,7 +175,7 @@ class Decoder(Network):
         return _add(hidden, layer.down, self._activate(layer.up(x)), post_norm)
 
     def _activate(self, inner: Tensor) -> Tensor:
-        """(..., F), or (..., 2F) where there is a gate, -> (..., F)."""
+        """Activate (..., F), or (..., 2F) where there is a gate, -> (..., F)."""
         activation = ACTIVATIONS[self.spec.mlp.activation]
         return gated(inner, activation) if self.spec.mlp.gated else activation(inner)
 
@@ -191,7 +191,7 @@ def _add(hidden: Tensor, linear: LinearMap, x: Tensor, post_norm: Norm | None) -
 
 
 def assemble_decoder(spec: DecoderSpec, loader: WeightLoader) -> Decoder:
-    """A decoder from its parameters."""
+    """Assemble a decoder from its parameters."""
     layers = loader.layers(Layer, "layers", len(spec.layers), spec.norm)
     scale, softcap = spec.attention.scale, spec.attention.softcap
     rules = tuple(Rule(scale * one.factor, softcap, one.window) for one in spec.layers)

@@ -61,8 +61,10 @@ class DenseContext:
     def attend(
         self, layer: int, q: Tensor, kv: Tensor, rule: Rule, bias: RelativeBias | None = None
     ) -> Tensor:
-        """Lets q (B * T, H, D) look at kv (B * T, 2, K, D) and at what is cached, and stores kv
-        there; returns (B * T, H * D)."""
+        """Let q (B * T, H, D) look at kv (B * T, 2, K, D) and at what is cached; store kv there.
+
+        Return (B * T, H * D).
+        """
         k, v = kv.view(*self._shape, *kv.shape[1:]).permute(2, 0, 3, 1, 4)
         if self._cache is not None:
             k, v = self._cache.update(k, v, layer)
@@ -74,20 +76,20 @@ class DenseContext:
         return out
 
     def attend_across(self, layer: int, q: Tensor, rule: Rule) -> Tensor:
-        """Lets q (B * T, H, D) look at the encoder states of its row, returns (B * T, H * D)."""
+        """Let q (B * T, H, D) look at the encoder states of its row, return (B * T, H * D)."""
         if self._across is None:
             raise InvariantError("there are no encoder states to look at")
         k, v = self._across[layer]
         return look(q.view(*self._shape, *q.shape[1:]), k, v, rule, self._across_sight)
 
     def feeds(self) -> Ragged:
-        """The rectangle as a recurrent layer reads it, without padding."""
+        """Return the rectangle as a recurrent layer reads it, without padding."""
         if self._feeds is None:
             self._feeds = Ragged.of_rectangle(*self._shape, self._seen, self._network.device)
         return self._feeds
 
     def recall(self, layer: int) -> tuple[Tensor, ...]:
-        """(B, *shape) of each shape: zeros."""
+        """Return (B, *shape) of each shape: zeros."""
         (store,) = (one for one in self._network.stores[layer] if isinstance(one, State))
         dtype = torch.promote_types(self._network.dtype, torch.float32)
         batch = self._shape[0]
@@ -97,15 +99,15 @@ class DenseContext:
         )
 
     def remember(self, layer: int, states: tuple[Tensor, ...]) -> None:
-        """Nothing is kept."""
+        """Keep nothing."""
 
     def keep(self, hidden: Tensor) -> None:
-        """(B, T, E) of it is noted where somebody listens."""
+        """Note (B, T, E) of it where somebody listens."""
         if self._heard is not None:
             self._heard.layers.append(hidden.view(*self._shape, -1))
 
     def _sight(self, k: Tensor) -> Sight:
-        """What is seen of keys (B, K, S, D): a layer's last positions, or room for more."""
+        """Return what is seen of keys (B, K, S, D): a layer's last positions, or room for more."""
         length = k.shape[2]
         if length not in self._sights:
             stop = self._start + self._shape[1]
@@ -128,8 +130,10 @@ class DenseContext:
 def embedded(
     network: Network, ids: Tensor, name: str = "input_ids", *, source: bool = False
 ) -> Tensor:
-    """(..., E) embeddings of ids (...,), the decoder's or those of the `source` that an encoder
-    reads; RequestError where one is outside the vocabulary."""
+    """Return (..., E) embeddings of ids (...,), the decoder's or those of the `source`.
+
+    An encoder reads the `source`. Raise RequestError where an id is outside the vocabulary.
+    """
     size = network.source_vocab_size if source else network.spec.vocab_size
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         do = "Pass a tensor of ids, or inputs_embeds"
@@ -161,7 +165,7 @@ def dense_logits(
     heard: Heard | None = None,
     declared: Mapping[str, Placed] | None = None,
 ) -> Tensor:
-    """(B, n, V) of positions `kept`; see `Model.forward`."""
+    """Return (B, n, V) of positions `kept`; see `Model.forward`."""
     start = 0 if cache is None else int(cache.get_seq_length())
     across, across_seen = None, None
     if decoder_input_ids is not None:
@@ -204,7 +208,7 @@ def dense_logits(
 
 
 def _packed(position_ids: Tensor, batch: int, device: torch.device) -> Tensor | None:
-    """(B, T) the number of the sequence that each position belongs to, None where a row is one.
+    """Return (B, T) the number of each position's sequence, None where a row is one sequence.
 
     A new one begins where positions do not go on by one, as in transformers, which reads them so
     where there is neither a mask nor a cache. Positions of several axes say nothing of that.
@@ -225,7 +229,7 @@ def _encoded(
     inputs_embeds: Tensor | None,
     encoder_states: Tensor | None,
 ) -> tuple[Across, Tensor | None]:
-    """Keys and values of encoder states, the caller's or new ones, and which of those are real."""
+    """Return keys and values of encoder states, given or new, and which of those are real."""
     hidden = encoder_states
     if hidden is None:
         hidden = _hidden(network, ids, inputs_embeds, source=True)
@@ -238,14 +242,14 @@ def _encoded(
 
 
 def _held_across(cache: Cache | None) -> Across | None:
-    """Those that a cache holds already."""
+    """Return keys and values of encoder states that a cache holds already."""
     if not isinstance(cache, EncoderDecoderCache) or not any(cache.is_updated.values()):
         return None
     return [layer.whole() for layer in cache.cross_attention_cache.layers]
 
 
 def _keep_across(cache: Cache | None, across: Across) -> None:
-    """Keys and values of encoder states are in the cache, if there is one."""
+    """Put keys and values of encoder states into the cache, if there is one."""
     if not isinstance(cache, EncoderDecoderCache):
         return
     for layer, (keys, values) in enumerate(across):
@@ -256,7 +260,7 @@ def _keep_across(cache: Cache | None, across: Across) -> None:
 def _seen(
     wanted: tuple[int, ...], attention_mask: Tensor | None, device: torch.device
 ) -> Tensor | None:
-    """(B, S) which positions are real, None where all are. `wanted`: B and S."""
+    """Return (B, S) which positions are real, None where all are. `wanted`: B and S."""
     if attention_mask is None:
         return None
     if attention_mask.shape != wanted:
@@ -270,7 +274,7 @@ def _seen(
 
 
 def require_within(length: int, most: int | None, who: str) -> None:
-    """RequestError for more positions than there are vectors for."""
+    """Raise RequestError for more positions than there are vectors for."""
     if most is not None and length > most:
         raise RequestError(
             f"{who} has no positions beyond those that it was made with",

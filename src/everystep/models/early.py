@@ -14,7 +14,7 @@ _KNOWN: WeakKeyDictionary[Model, dict[int, Model]] = WeakKeyDictionary()
 
 
 def first_layers(model: Model, count: int) -> Model:
-    """A model of the first `count` layers, the last norm and the head; all weights are shared.
+    """Make a model of the first `count` layers, the last norm and the head; it shares all weights.
 
     Source: Elhoushi et al. 2024 (LayerSkip); transformers' EarlyExitCandidateGenerator.
     """

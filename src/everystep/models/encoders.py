@@ -33,7 +33,7 @@ class PromptEncoder(Protocol):
 
     @property
     def shape(self) -> tuple[int | None, ...]:
-        """That of one row's value, None for any size."""
+        """The shape of one row's value, None for any size."""
         ...
 
     @property
@@ -42,11 +42,11 @@ class PromptEncoder(Protocol):
         ...
 
     def misfits(self, value: Tensor) -> Iterator[Misfit]:
-        """What makes one row's value impossible."""
+        """Yield what makes one row's value impossible."""
         ...
 
     def __call__(self, values: Tensor) -> Tensor | list[Tensor]:
-        """Values of b rows (b, *shape) -> their features, (b, n, E) or b tensors (n, E).
+        """Turn values of b rows (b, *shape) into their features, (b, n, E) or b tensors (n, E).
 
         The features of a row do not depend on the other rows in a single bit.
         """

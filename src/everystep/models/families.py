@@ -56,13 +56,13 @@ MODULES: Mapping[str, str] = {
 
 
 def no_encoders(config: Mapping[str, Any]) -> tuple[EncoderPlan, ...]:
-    """What most families plan."""
+    """Plan nothing, as most families do."""
     return ()
 
 
 @dataclass(frozen=True)
 class Family:
-    """How a configuration becomes a spec, a spec parameters, and loaded parameters a network.
+    """The way from a configuration to a spec, its parameters, and a network of loaded ones.
 
     `defaults`: what the configuration may leave out. `leftovers`: patterns of names in checkpoints
     that hold nothing that is needed. `aliases`: the family's own names of values in a configuration
@@ -83,19 +83,19 @@ class Family:
     prefixes: tuple[tuple[str, str], ...] = ()
 
     def all_parameters(self, config: Mapping[str, Any], spec: Any) -> dict[str, Parameter]:
-        """Those of the network and of the encoders, by their keys."""
+        """Return the parameters of the network and of the encoders, by their keys."""
         plans = self.plan_encoders(config)
         beside = (one for plan in plans for one in plan.parameters)
         return {one.key: one for one in (*self.parameters(spec), *beside)}
 
     def leaves_over(self, spec: Any, name: str) -> bool:
-        """Whether checkpoints may hold this for nothing, as they may a copy of a tied head."""
+        """Return whether checkpoints may hold this for nothing, as a copy of a tied head."""
         if any(fnmatchcase(name, pattern) for pattern in self.leftovers):
             return True
         return spec.tied and name == self.head(spec).name
 
     def head(self, spec: Any) -> ParameterPart:
-        """What the head is in a checkpoint that holds one."""
+        """Return what the head is in a checkpoint that holds one."""
         parameters = self.parameters(replace(spec, tied=False))
         (head,) = next(one.parts for one in parameters if one.key == "head.weight")
         return head
@@ -108,7 +108,7 @@ _ELSEWHERE = (
 
 
 def find_family(model_type: object) -> Family:
-    """The family of a `model_type`; UnsupportedError when there is none."""
+    """Return the family of a `model_type`; raise UnsupportedError when there is none."""
     if not isinstance(model_type, str) or model_type not in MODULES:
         meant = intended_family(str(model_type))
         raise UnsupportedError(
@@ -123,7 +123,7 @@ def find_family(model_type: object) -> Family:
 
 
 def intended_family(name: str) -> str | None:
-    """The family whose name this is, misspelt; None where it may as well be that of another.
+    """Return the family whose name this is, misspelt; None where it may be another's as well.
 
     Names of families differ by a letter or a digit: bert and bart, olmo2 and molmo2, phi and phi3.
     So case and separators may differ, and one letter inside a word be missing, added or out of
@@ -141,7 +141,7 @@ def _is_misspelt(name: str, known: str) -> bool:
 
 
 def _words(name: str) -> list[str]:
-    """Its words and its numbers."""
+    """Return its words and its numbers."""
     return re.findall(r"[a-z]+|\d+", name.lower())
 
 

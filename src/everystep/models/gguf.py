@@ -56,15 +56,14 @@ def build_gguf_model(
     quantize: Literal["auto"] | Rounding | None = "auto",
     in_panels: InPanels | None = None,
 ) -> Model:
-    """The model in a GGUF file.
+    """Build the model in a GGUF file.
 
     "auto" without a `dtype` holds quantised blocks as `gguf_weights.py` says, all else in float32;
     a file of floats of 16 bits is held in its own type. With a `dtype`, or for None, weights are
-    dequantised, to float32 without one. "int8" and "int4"
-    round the matrices of a file that holds floats. `in_panels` as in `build_model`. Raises
-    RequestError (quantising what is quantised), UnsupportedError (an architecture or RoPE scaling
-    without implementation) and FormatError (missing or wrong keys; missing, unexpected or misshaped
-    weights).
+    dequantised, to float32 without one. "int8" and "int4" round the matrices of a file that holds
+    floats. `in_panels` as in `build_model`. Raise RequestError (quantising what is quantised),
+    UnsupportedError (an architecture or RoPE scaling without implementation) and FormatError
+    (missing or wrong keys; missing, unexpected or misshaped weights).
     """
     config = gguf_config(file)
     renamed = _Renamed(file, config)
@@ -95,13 +94,13 @@ def build_gguf_model(
 
 
 def _float_type(file: GgufFile) -> torch.dtype:
-    """The type of all matrices of a file of floats; float32 where they are of several."""
+    """Return the type of all matrices of a file of floats; float32 where they are of several."""
     found = {one.block.name for one in file.tensors.values() if len(one.shape) == 2}
     return {"F16": torch.float16, "BF16": torch.bfloat16}.get("".join(found), torch.float32)
 
 
 def gguf_config(file: GgufFile) -> dict[str, Any]:
-    """The metadata in the words of a config.json."""
+    """Return the metadata in the words of a config.json."""
     read = Fields(file.metadata, str(file.path))
     architecture = read.text("general.architecture")
     known = _known(file, architecture)
@@ -156,9 +155,10 @@ def _known(file: GgufFile, architecture: str) -> Architecture:
 
 
 def _scaling(file: GgufFile, read: Fields, own: str, context: int) -> dict[str, Any] | None:
-    """RoPE scaling; Llama 3's comes as one factor per frequency, which longrope can say.
+    """Return RoPE scaling; Llama 3's comes as one factor per frequency, which longrope can say.
 
-    Phi-3's comes as two, and as what attention is multiplied by."""
+    Phi-3's comes as two, and as what attention is multiplied by.
+    """
     if SHORT in file.tensors and LONG in file.tensors:
         trained = read.integer(f"{own}rope.scaling.original_context_length")
         stretched: dict[str, Any] = {
@@ -196,7 +196,7 @@ def _scaling(file: GgufFile, read: Fields, own: str, context: int) -> dict[str, 
 
 
 def _decimal(read: Fields, key: str, default: float | None = None) -> float:
-    """The format stores float32, of which the shortest decimal is meant."""
+    """Read the shortest decimal of a number that the format stores as float32."""
     return float(str(np.float32(read.number(key, default))))
 
 
@@ -228,7 +228,7 @@ class _Renamed:
         return values if heads is None else _halves(values, heads)
 
     def quantised(self, name: str) -> QuantizedWeight | None:
-        """The blocks of a matrix as the model holds them, None where it holds floats."""
+        """Return the blocks of a matrix as the model holds them, None where it holds floats."""
         stored = self._sources[name]
         weight = weight_of_blocks(self._file.tensors[stored].block, self._file.blocks(stored))
         if weight is None:
@@ -242,7 +242,7 @@ class _Renamed:
 
 
 def _renamed(name: str, layer: Mapping[str, str]) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; unknown names stay."""
+    """Turn `blk.3.attn_q.weight` into `model.layers.3.self_attn.q_proj.weight`; keep others."""
     role, _, kind = name.rpartition(".")
     if role in GLOBAL:
         return f"{GLOBAL[role]}.{kind}"
@@ -254,7 +254,7 @@ def _renamed(name: str, layer: Mapping[str, str]) -> str:
 
 
 def _halves(values: Tensor, heads: int) -> Tensor:
-    """Undoes the converters' order of rotary rows, head by head:
+    """Undo the converters' order of rotary rows, head by head:
 
     stored  [x0 y0 x1 y1 ...]  ->  [x0 x1 ... y0 y1 ...]
     """

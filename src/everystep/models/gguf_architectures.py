@@ -58,7 +58,11 @@ class Architecture:
 
 
 def _gemma(read: Fields, own: str, config: Mapping[str, Any], largest: int) -> dict[str, Any]:
-    """The largest model of a generation scales by the mean size of a head, not by that of its."""
+    """Return what Gemma adds.
+
+    The largest model of a generation scales by the mean size of a head, not by that of its own
+    heads.
+    """
     mean = config["hidden_size"] // config["num_attention_heads"]
     size = mean if config["num_hidden_layers"] == largest else config.get("head_dim", mean)
     window = read.integer(f"{own}{_WINDOW}")

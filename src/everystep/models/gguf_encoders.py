@@ -31,10 +31,10 @@ Encoder = Callable[[Tensor, Tensor], Tensor]
 
 
 def encode_rows(kind: BlockType, values: Tensor, columns: Tensor | None = None) -> Tensor:
-    """A float matrix (rows, columns) as blocks, uint8 (rows, bytes of a row).
+    """Encode a float matrix (rows, columns) as blocks, uint8 (rows, bytes of a row).
 
     `columns`: (columns,) float32, the mean square of what each column is multiplied by, where it is
-    known. Raises UnsupportedError for values that no scale of float16 reaches, or no numbers.
+    known. Raise UnsupportedError for values that no scale of float16 reaches, or no numbers.
     """
     encode = ENCODERS[kind.name]
     made = []
@@ -48,14 +48,14 @@ def encode_rows(kind: BlockType, values: Tensor, columns: Tensor | None = None) 
 
 
 def encode_q8_0(values: Tensor, weights: Tensor) -> Tensor:
-    """A scale, 32 int8: 8 bits leave nothing to choose."""
+    """Encode as a scale and 32 int8: 8 bits leave nothing to choose."""
     scales = storable(values.abs().amax(1, keepdim=True) / 127)
     codes = nearest(values, scales.float(), -127, 127).to(torch.int8)
     return torch.cat([_bytes(scales), codes.view(torch.uint8)], 1)
 
 
 def encode_q5_0(values: Tensor, weights: Tensor) -> Tensor:
-    """A scale, the fifth bits of 32 numbers, their other four: 0..31 for -16..15."""
+    """Encode as a scale, the fifth bits of 32 numbers, their other four: 0..31 for -16..15."""
     scales = storable(_symmetric(values, weights, 16)[:, None])
     codes = (nearest(values, scales.float(), -16, 15) + 16).to(torch.uint8)
     fifth = (codes >> 4).unflatten(1, (4, 8))  # type: ignore[no-untyped-call]
@@ -64,21 +64,26 @@ def encode_q5_0(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def encode_q4_k(values: Tensor, weights: Tensor) -> Tensor:
-    """8 parts of 32: both scales, six bits each for scale and minimum, 256 numbers of four bits."""
+    """Encode 8 parts of 32.
+
+    A block is both scales, six bits each for scale and minimum, 256 numbers of four bits.
+    """
     head, codes = _lifted(values, weights, 15)
     return torch.cat([head, _joined_nibbles(codes, 32)], 1)
 
 
 def encode_q5_k(values: Tensor, weights: Tensor) -> Tensor:
-    """8 parts of 32: as in Q4_K, with fifth bits before the other four."""
+    """Encode 8 parts of 32 as in Q4_K, with fifth bits before the other four."""
     head, codes = _lifted(values, weights, 31)
     fifth = _planes(codes >> 4, 32, 1)
     return torch.cat([head, fifth, _joined_nibbles(codes & 15, 32)], 1)
 
 
 def encode_q6_k(values: Tensor, weights: Tensor) -> Tensor:
-    """16 parts of 16: 256 numbers of six bits around 32, four of them first, 16 int8 scales, the
-    scale."""
+    """Encode 16 parts of 16.
+
+    A block is 256 numbers of six bits around 32, four of them first, 16 int8 scales, the scale.
+    """
     parts, important = _parts(values, 16), _parts(weights, 16)
     scales = _symmetric(parts, important, 32)
     far = scales.gather(1, scales.abs().argmax(1, keepdim=True))
@@ -100,7 +105,7 @@ def encode_q6_k(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def importance_of(values: Tensor, columns: Tensor | None) -> Tensor:
-    """How much the error of each value of some rows matters, (rows, columns).
+    """Return how much the error of each value of some rows matters, (rows, columns).
 
     `columns`: (columns,) the mean square of what each column is multiplied by, where it is known.
     Large values matter more: the errors of the small ones average out.
@@ -115,7 +120,7 @@ def importance_of(values: Tensor, columns: Tensor | None) -> Tensor:
 
 
 def _symmetric(values: Tensor, weights: Tensor, most: int) -> Tensor:
-    """(..., parts, e) -> (..., parts) the scale of codes -most..most - 1 with the least error.
+    """Fit (..., parts, e): (..., parts) the scale of codes -most..most - 1 with the least error.
 
     The value farthest from zero becomes about -most, the code without a twin.
     """
@@ -134,7 +139,7 @@ def _symmetric(values: Tensor, weights: Tensor, most: int) -> Tensor:
 
 
 def _lifted(values: Tensor, weights: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """The first 16 bytes of a block of 256 with minimums, and its codes 0..most, (n, 256)."""
+    """Return the first 16 bytes of blocks of 256 with minimums, and codes 0..most, (n, 256)."""
     parts, important = _parts(values, 32), _parts(weights, 32)
     pairs = _affine(parts, important, most)
     shared = [storable(one.amax(1, keepdim=True) / 63) for one in pairs]
@@ -167,13 +172,15 @@ def _lifted(values: Tensor, weights: Tensor, most: int) -> tuple[Tensor, Tensor]
 
 
 def _affine(values: Tensor, weights: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """(n, parts, e) -> scales and minimums (n, parts), neither negative, of which codes 0..most
-    make `code * scale - minimum` with the least error."""
+    """Fit scales and minimums (n, parts), neither negative, to (n, parts, e).
+
+    Of them codes 0..most make `code * scale - minimum` with the least error.
+    """
     low, high = values.amin(-1).clamp_max(0), values.amax(-1)
     sums = weights.sum(-1), (weights * values).sum(-1)
 
     def fitted(shorter: float) -> Tensor:
-        """The scale and minimum that fit the codes of a slightly longer or shorter range."""
+        """Fit scale and minimum to the codes of a slightly longer or shorter range."""
         scales = (high - low) / (most + shorter)
         codes = nearest(values - low[..., None], scales[..., None], 0, most)
         weighted = weights * codes
@@ -201,7 +208,7 @@ def _affine(values: Tensor, weights: Tensor, most: int) -> tuple[Tensor, Tensor]
 
 
 def _best(tried: Iterable[Tensor], error: Callable[[Tensor], Tensor]) -> Tensor:
-    """Of several (..., parts) the one with the smallest error (parts), part by part."""
+    """Return, of several (..., parts), the one with the smallest error (parts), part by part."""
     found, *others = tried
     least = error(found)
     for one in others:
@@ -212,23 +219,23 @@ def _best(tried: Iterable[Tensor], error: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _parts(values: Tensor, size: int) -> Tensor:
-    """(n, e) -> (n, e / size, size)."""
+    """View (n, e) as (n, e / size, size)."""
     return values.unflatten(1, (-1, size))  # type: ignore[no-untyped-call]
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """(n, m) of float16 -> (n, 2 m) uint8."""
+    """View (n, m) of float16 as (n, 2 m) uint8."""
     return values.contiguous().view(torch.uint8)
 
 
 def _joined_nibbles(codes: Tensor, width: int) -> Tensor:
-    """(n, e) -> (n, e / 2): of two runs of `width` codes the first lies in the low halves."""
+    """Join (n, e) -> (n, e / 2): of two runs of `width` codes the first lies in the low halves."""
     runs = _parts(codes, width).unflatten(1, (-1, 2))  # type: ignore[no-untyped-call]
     return (runs[:, :, 0] | runs[:, :, 1] << 4).flatten(1)
 
 
 def _planes(codes: Tensor, width: int, bits: int) -> Tensor:
-    """(n, e) -> (n, e * bits / 8): of 8 / bits runs of `width` codes the first lies lowest."""
+    """Join (n, e) -> (n, e * bits / 8): of 8 / bits runs of `width` codes the first lies lowest."""
     runs = _parts(codes, width).unflatten(1, (-1, 8 // bits))  # type: ignore[no-untyped-call]
     by = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     return (runs << by).sum(2, dtype=torch.uint8).flatten(1)

@@ -28,7 +28,7 @@ _ALIASES = {"mistral": "llama"}
 
 
 def architecture_of(model: Model) -> tuple[str, Architecture]:
-    """What GGUF files call the model's family; UnsupportedError where they have no name for it."""
+    """Return what GGUF files call the model's family; raise UnsupportedError where they do not."""
     family = _ALIASES.get(model.config.model_type, model.config.model_type)
     for name, known in ARCHITECTURES.items():
         if known.family == family and isinstance(model.spec, DecoderSpec):
@@ -42,7 +42,7 @@ def architecture_of(model: Model) -> tuple[str, Architecture]:
 
 
 def gguf_metadata(model: Model, name: str) -> dict[str, object]:
-    """Every key that describes the network; those of the tokenizer stand elsewhere."""
+    """Return every key that describes the network; those of the tokenizer stand elsewhere."""
     architecture, known = architecture_of(model)
     spec: DecoderSpec = model.spec
     config = model.config
@@ -72,7 +72,7 @@ def gguf_metadata(model: Model, name: str) -> dict[str, object]:
 
 
 def gguf_tensors(model: Model) -> Iterator[tuple[str, str, Tensor]]:
-    """Every tensor: what a checkpoint calls it, what the file calls it, its values."""
+    """Yield every tensor: what a checkpoint calls it, what the file calls it, its values."""
     _, known = architecture_of(model)
     for name, factors in _rope_tensors(model.spec):
         yield name, name, factors
@@ -87,7 +87,7 @@ def gguf_tensors(model: Model) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def gguf_shapes(model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What the file calls every tensor, and its shape, in the order of `gguf_tensors`."""
+    """Yield what the file calls every tensor, and its shape, in the order of `gguf_tensors`."""
     _, known = architecture_of(model)
     for name, factors in _rope_tensors(model.spec):
         yield name, tuple(factors.shape)
@@ -96,7 +96,7 @@ def gguf_shapes(model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def require_same_model(model: Model, file: GgufFile) -> None:
-    """UnsupportedError where the file says another model than this one."""
+    """Raise UnsupportedError where the file says another model than this one."""
     config = gguf_config(file)
     read = find_family(config["model_type"]).read_spec(complete_config(config))
     wanted, got = (_without_ropes(spec) for spec in (model.spec, read))
@@ -109,7 +109,7 @@ def require_same_model(model: Model, file: GgufFile) -> None:
 
 
 def _file_name(name: str, layer: Mapping[str, str]) -> str:
-    """`model.layers.3.self_attn.q_proj.weight` -> `blk.3.attn_q.weight`."""
+    """Rename `model.layers.3.self_attn.q_proj.weight` to `blk.3.attn_q.weight`."""
     role, _, kind = name.rpartition(".")
     outer = {there: here for here, there in GLOBAL.items()}
     if role in outer:
@@ -122,7 +122,7 @@ def _file_name(name: str, layer: Mapping[str, str]) -> str:
 
 
 def _pairs(values: Tensor, heads: int) -> Tensor:
-    """Rotary halves as pairs, head by head:
+    """Turn rotary halves into pairs, head by head:
 
     [x0 x1 ... y0 y1 ...]  ->  [x0 y0 x1 y1 ...]
     """
@@ -135,7 +135,7 @@ def _window(spec: DecoderSpec) -> int | None:
 
 
 def _ropes(spec: DecoderSpec) -> tuple[Rope | None, Rope | None]:
-    """Those of layers that see everything, and of layers with a window; the first of each."""
+    """Return the first rope of layers that see everything, and of layers with a window."""
     found: dict[bool, Rope] = {}
     for one in spec.layers:
         if one.rope is not None:
@@ -171,7 +171,7 @@ def _rope_keys(spec: DecoderSpec) -> dict[str, object]:
 
 
 def _rope_tensors(spec: DecoderSpec) -> Iterator[tuple[str, Tensor]]:
-    """What frequencies are divided by, where keys alone do not say it."""
+    """Yield what frequencies are divided by, where keys alone do not say it."""
     rope, _ = _ropes(spec)
     scaling = None if rope is None else rope.scaling
     if isinstance(scaling, LongRope):
@@ -188,7 +188,7 @@ def _without_ropes(spec: DecoderSpec) -> dict[str, object]:
 
 
 def _turn_alike(first: Rope | None, second: Rope | None) -> bool:
-    """Whether both compute the same, for short and for long rows: a file holds float32."""
+    """Return whether both compute the same, for short and for long rows: a file holds float32."""
     if first is None or second is None:
         return first is second
     (one, other), factors = zip(*map(_turns, (first, second)), strict=True)

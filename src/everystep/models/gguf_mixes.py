@@ -42,7 +42,7 @@ _IN_32 = {"Q4_K": "Q5_0", "Q5_K": "Q8_0", "Q6_K": "Q8_0"}
 def block_of(
     format: GgufFormat, name: str, shape: tuple[int, ...], layers: int, *, tied: bool
 ) -> BlockType:
-    """The type of one tensor. `tied`: the table of embeddings is the head, too."""
+    """Return the type of one tensor. `tied`: the table of embeddings is the head, too."""
     if len(shape) == 1:
         return BLOCKS["F32"]
     mix = MIXES[format]
@@ -59,7 +59,7 @@ def block_of(
 
 
 def _gets_more(name: str, layers: int) -> bool:
-    """The first and the last eighth of the layers, and every third between."""
+    """Return whether a layer is in the first or last eighth, or every third between."""
     number = whole_number(name.split(".")[1]) or 0
     eighth = layers // 8
     return number < eighth or number >= 7 * layers // 8 or (number - eighth) % 3 == 2

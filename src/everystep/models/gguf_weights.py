@@ -40,9 +40,9 @@ _STRETCH_VALUES = 1 << 20
 
 
 def weight_of_blocks(block: BlockType, raw: Tensor) -> QuantizedWeight | None:
-    """The weight that is stored as `raw`, uint8 (rows, bytes of a row), in memory of its own.
+    """Return the weight that is stored as `raw`, uint8 (rows, bytes of a row), in its own memory.
 
-    None for floats. UnsupportedError where a scale is beyond float16, or no number.
+    None for floats. Raise UnsupportedError where a scale is beyond float16, or no number.
     """
     if block.name in FLOATS or block.decode is None:
         return None
@@ -65,13 +65,13 @@ def _kept(name: str, raw: Tensor) -> QuantizedWeight:
 
 
 def _halves(blocks: Tensor, start: int) -> Tensor:
-    """The float16 of each block at this byte, (rows, blocks)."""
+    """Return the float16 of each block at this byte, (rows, blocks)."""
     pairs = blocks[..., start : start + 2].clone(memory_format=torch.contiguous_format)
     return pairs.view(torch.float16).squeeze(2)
 
 
 def _reordered(block: BlockType, raw: Tensor) -> QuantizedWeight:
-    """Codes, scales and minimums as they are."""
+    """Return codes, scales and minimums as they are."""
     format, codes_of = _REORDERED[block.name]
     rows, blocks = raw.shape[0], raw.view(raw.shape[0], -1, block.nbytes)
     flat = blocks.view(-1, block.nbytes)

@@ -13,9 +13,11 @@ from everystep.nn.observed import observations, observed
 
 
 def column_squares(model: Model, ids: Tensor, window: int) -> dict[str, Tensor]:
-    """By the names of a checkpoint: (columns,) the mean square of what each column of a matrix is
-    multiplied by as the model reads `ids` (n,), `window` of them at a time. Matrices that nothing
-    is multiplied by are left out."""
+    """Return (columns,), by a checkpoint's names: the mean square of what multiplies a column.
+
+    A matrix is multiplied as the model reads `ids` (n,), `window` of them at a time. Matrices that
+    nothing is multiplied by are left out.
+    """
     network = observed(model.network)
     reader = replace(model, network=network)
     with inference_mode():

@@ -54,12 +54,13 @@ def build_model(
     kept: Kept | None = None,
     in_panels: InPanels | None = None,
 ) -> Model:
-    """A model with the weights of `source`; without `dtype`, of the type its configuration names.
+    """Build a model with the weights of `source`; without `dtype`, its configuration names the
+    type.
 
     `quantize`: its matrices are rounded to 8 or 4 bits. `kept`: where it has a quantised weight for
     a name, that is used as it is. What is not quantised is float32 then. `in_panels`: whether the
-    weights lie as the native executor reads them, which computes in float32. Raises RequestError
-    (a type beside quantised weights), UnsupportedError (a family, a type, a value without
+    weights lie as the native executor reads them, which computes in float32. Raise RequestError (a
+    type beside quantised weights), UnsupportedError (a family, a type, a value without
     implementation) and FormatError (impossible values; missing, unexpected or misshaped weights).
     """
     family = find_family(config.get("model_type"))
@@ -91,7 +92,7 @@ def build_model(
 def _require_memory(
     parameters: Iterable[Parameter], dtype: torch.dtype | None, device: Any, *, quantised: bool
 ) -> None:
-    """CapacityError where the weights cannot be held: in their type, or in codes of half a byte."""
+    """Raise CapacityError where the weights cannot be held: in their type, or as half bytes."""
     size = 0.5 if quantised else (dtype or torch.float16).itemsize
     needed = sum(size * math.prod(one.shape) for one in parameters)
     do = "Load it with quantize='int8' or 'int4', in a narrower dtype, or on another machine"
@@ -99,11 +100,11 @@ def _require_memory(
 
 
 def stored_weights(model: Model) -> Iterator[tuple[str, Rows]]:
-    """Every weight as it is stored, under its checkpoint name; parts of fused ones are views where
-    the checkpoint has the same order.
+    """Yield every weight as it is stored, under its checkpoint name.
 
-    What lies in panels is unpacked when its turn comes. Codes of a weight that a checkpoint has
-    transposed lie row by row, under that name and ".T".
+    Parts of fused ones are views where the checkpoint has the same order. What lies in panels is
+    unpacked when its turn comes. Codes of a weight that a checkpoint has transposed lie row by row,
+    under that name and ".T".
     """
     for part, held in _places(model):
         rows = rows_of(held, part.start, part.stop)
@@ -114,8 +115,10 @@ def stored_weights(model: Model) -> Iterator[tuple[str, Rows]]:
 
 
 def _places(model: Model) -> Iterator[tuple[ParameterPart, Weight]]:
-    """What has a name in the checkpoint, and the weight that has its rows. What a network of the
-    caller's own has beside is named as there."""
+    """Yield what has a name in the checkpoint, and the weight that has its rows.
+
+    What a network of the caller's own has beside is named as there.
+    """
     family = find_family(model.config.model_type)
     known = family.all_parameters(model.config, model.spec)
     parts = {key: one.parts for key, one in known.items()}
@@ -133,7 +136,7 @@ def _places(model: Model) -> Iterator[tuple[ParameterPart, Weight]]:
 
 
 def named_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """Every weight under its checkpoint name, quantised ones as float32 copies."""
+    """Yield every weight under its checkpoint name, quantised ones as float32 copies."""
     stacks: dict[str, Tensor] = {}
     for part, held in _places(model):
         values = part.stored_values(dense(rows_of(held, part.start, part.stop)))
@@ -148,7 +151,7 @@ def named_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
 
 
 def named_shapes(model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The name and shape of what `named_weights` yields, in its order; nothing is unpacked."""
+    """Yield the name and shape of what `named_weights` yields, in its order; unpack nothing."""
     for part, held in _places(model):
         shape = (part.stop - part.start, *held.shape[1:])
         shape = shape[::-1] if part.transposed else shape
@@ -159,7 +162,7 @@ def named_shapes(model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def exported_config(model: Model, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of a folder that holds the model's weights in this type."""
+    """Return the config.json of a folder that holds the model's weights in this type."""
     values = {**model.config, "dtype": str(dtype).removeprefix("torch.")}
     values.pop("torch_dtype", None)
     # A head that a checkpoint held beside the table it was said to be tied to.
@@ -170,7 +173,7 @@ def exported_config(model: Model, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def weight_digest(model: Model) -> str:
-    """A digest of the name, size and type of every weight, and of three of its rows.
+    """Return a digest of the name, size and type of every weight, and of three of its rows.
 
     Whole weights would take seconds to read; no two checkpoints agree in all of these.
     """
@@ -185,7 +188,7 @@ def weight_digest(model: Model) -> str:
 
 
 def weight_bytes(model: Model) -> dict[str, int]:
-    """How many bytes of weights there are of each format or type, the most first."""
+    """Return how many bytes of weights there are of each format or type, the most first."""
     found: dict[str, int] = {}
     for part, held in _places(model):
         kind, size = _kind_and_bytes(part, held)
@@ -194,7 +197,7 @@ def weight_bytes(model: Model) -> dict[str, int]:
 
 
 def step_bytes(model: Model) -> int | None:
-    """How many bytes of weights a step of one row reads: all but a table that is no head.
+    """Return how many bytes of weights a step of one row reads: all but a table that is no head.
 
     None where that differs from step to step, as with experts, or some are for an encoder.
     """
@@ -224,13 +227,13 @@ def convert_model(
     in_panels: InPanels | None = None,
     learns: bool | None = None,
 ) -> Model:
-    """The same weights in another type or on another device; the given model stays as it is.
+    """Return the same weights in another type or on another device; the given model stays.
 
     With a `dtype` quantised weights become values of that type, without one they stay. With
     `exact_activations` the new model's quantised weights meet activations as they are, which
     separates the rounding of activations from that of weights. `in_panels` as in `build_model`.
     `learns`: whether all weights are plain float tensors that require gradients, None for as they
-    are; UnsupportedError if one of them is quantised and `dtype` is left out.
+    are; raise UnsupportedError if one of them is quantised and `dtype` is left out.
     """
     learns = model.learns if learns is None else learns
     weights = dict(stored_weights(model))
@@ -259,10 +262,10 @@ def convert_model(
 
 
 def learning_weights(model: Model) -> list[tuple[str, Tensor]]:
-    """The weights of a model that learns, joined projections as one, by their keys in the network.
+    """Return the weights of a model that learns, joined projections as one, by their keys.
 
-    These are the tensors themselves: a change of one changes the model. UnsupportedError where they
-    are packed.
+    These are the tensors themselves: a change of one changes the model. Raise UnsupportedError
+    where they are packed.
     """
     if not model.learns:
         raise UnsupportedError(
@@ -273,7 +276,7 @@ def learning_weights(model: Model) -> list[tuple[str, Tensor]]:
 
 
 def _weights(model: Model) -> Iterator[tuple[str, Matrix]]:
-    """Key and weight of everything in the network, in the encoders and in the tower."""
+    """Yield key and weight of everything in the network, in the encoders and in the tower."""
     yield from network_weights(model.network)
     for encoder in model.encoders:
         yield from held_weights(encoder.name, encoder)
@@ -297,7 +300,10 @@ def _in_panels(
 
 
 def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a config.json with its family's defaults; UnsupportedError without a family."""
+    """Return the values of a config.json with its family's defaults.
+
+    Raise UnsupportedError without one.
+    """
     family = find_family(config.get("model_type"))
     # A null stays only where the family has no value for it, as in transformers.
     given = {key: value for key, value in config.items() if value is not None}
@@ -308,7 +314,10 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_both_names(aliases: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The usual names of what is given under the family's own; FormatError where they disagree."""
+    """Return the usual names of what has the family's own.
+
+    Raise FormatError where they disagree.
+    """
     found = {usual: given[own] for own, usual in aliases.items() if own in given}
     for own, usual in aliases.items():
         if usual in found and given.get(usual, found[usual]) != found[usual]:
@@ -322,7 +331,7 @@ def _by_both_names(aliases: Mapping[str, str], given: Mapping[str, Any]) -> dict
 
 
 def _dtype(config: Mapping[str, Any], given: torch.dtype | None) -> torch.dtype:
-    """The type that was given or that the configuration names, float32 if it names none."""
+    """Return the type that was given or that the configuration names, float32 if it names none."""
     if given is not None:
         return _supported(given)
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
@@ -335,7 +344,7 @@ def _dtype(config: Mapping[str, Any], given: torch.dtype | None) -> torch.dtype:
 
 
 def _beside_codes(given: torch.dtype | None) -> torch.dtype:
-    """float32, in which everything beside quantised weights is computed."""
+    """Return float32, in which everything beside quantised weights is computed."""
     if given not in (None, torch.float32):
         raise RequestError(
             "quantised weights are computed with in float32",
@@ -354,8 +363,11 @@ def _supported(dtype: torch.dtype) -> torch.dtype:
 
 
 def usable_device(device: str | int | torch.device) -> torch.device:
-    """The device; RequestError for what is not one, or holds no numbers, UnsupportedError if this
-    machine does not have it."""
+    """Return the device.
+
+    Raise RequestError for what is not one, or holds no numbers, UnsupportedError if this machine
+    does not have it.
+    """
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:

@@ -40,15 +40,15 @@ class TensorSource(Protocol):
     """Named tensors that are read one by one."""
 
     def names(self) -> Iterable[str]:
-        """All names."""
+        """Return all names."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+        """Return the shape of a tensor."""
         ...
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The values of a tensor."""
+        """Return the values of a tensor."""
         ...
 
 
@@ -75,7 +75,7 @@ class HeldWeights:
         return dense(self.weights[name]).detach().to(dtype)
 
     def quantised(self, name: str) -> QuantizedWeight | None:
-        """The weight of this name, None where it is floats."""
+        """Return the weight of this name, None where it is floats."""
         weight = self.weights[name]
         return weight if isinstance(weight, QuantizedWeight) else None
 
@@ -103,7 +103,7 @@ class WeightLoader:
     _arena: Arena = field(default_factory=Arena)
 
     def frame(self, spec: Any) -> tuple[Weight, Norm, LinearMap]:
-        """The table of token embeddings, the last norm and the head, which may be the table."""
+        """Load the table of token embeddings, the last norm, and the head, maybe the table too."""
         table = self.table("embed")
         norm = self.norm(spec.norm, "norm")
         if not spec.tied:
@@ -113,8 +113,10 @@ class WeightLoader:
         return table, norm, head
 
     def layers(self, kind: type[T], key: str, count: int, norm: NormSpec) -> tuple[T, ...]:
-        """Layers of a dataclass whose fields are named as their parameters are; a field without
-        parameters is None."""
+        """Load layers of a dataclass whose fields are named as their parameters are.
+
+        A field without parameters is None.
+        """
         roles = [role.name for role in fields(cast(Any, kind))]
         keys = [f"{key}.{index}" for index in range(count)]
         return tuple(
@@ -122,22 +124,22 @@ class WeightLoader:
         )
 
     def table(self, key: str) -> Weight:
-        """A table of token embeddings."""
+        """Load a table of token embeddings."""
         (table,) = weights_of(self._matrix(key))
         return table
 
     def norm(self, spec: NormSpec, key: str) -> Norm:
-        """A norm."""
+        """Load a norm."""
         weight, bias = self.tensor(f"{key}.weight"), self.tensor_if(f"{key}.bias")
         return Norm(spec.kind, spec.eps, weight, bias, spec.plus_one)
 
     def linear(self, key: str) -> LinearMap:
-        """A linear map in the layout that this machine prefers."""
+        """Load a linear map in the layout that this machine prefers."""
         weight, bias = self._matrix(f"{key}.weight"), self.tensor_if(f"{key}.bias")
         return packed_linear(weight, bias, exact_activations=self.exact_activations)
 
     def experts(self, key: str) -> Experts:
-        """Experts whose router is not rounded: a choice that differs is no small error."""
+        """Load experts, but do not round their router: a choice that differs is no small error."""
         values = self.tensor(f"{key}.router.weight")
         router = packed_linear(Panels.of(values, self._arena) if self.panels else values)
         up, down = (
@@ -147,11 +149,11 @@ class WeightLoader:
         return Experts(router, up, down)
 
     def tensor(self, key: str) -> Tensor:
-        """The values of a parameter."""
+        """Load the values of a parameter."""
         return self._values(self.parameters.pop(key), self._computed)
 
     def tensor_if(self, key: str) -> Tensor | None:
-        """The values of a parameter that the network may not have."""
+        """Load the values of a parameter that the network may not have."""
         return self.tensor(key) if key in self.parameters else None
 
     def _part(self, key: str, norm: NormSpec) -> Norm | LinearMap | Experts | Tensor | None:
@@ -162,7 +164,7 @@ class WeightLoader:
         return self.norm(norm, key) if key.endswith("norm") else self.linear(key)
 
     def _matrix(self, key: str) -> Matrix:
-        """A weight that is only multiplied by or looked up in: it may be quantised."""
+        """Load a weight that is only multiplied by or looked up in: it may be quantised."""
         found = self._rows(self.parameters.pop(key))
         if not self.panels:
             return found
@@ -200,7 +202,7 @@ class WeightLoader:
         return tensor.requires_grad_(self.learns)
 
     def _read(self, part: ParameterPart, dtype: torch.dtype) -> Tensor:
-        """The values of a part as the network has them."""
+        """Return the values of a part as the network has them."""
         if not part.transposed or part.codes_name in self.names:
             return part.loaded(self.source.load(part.codes_name, dtype))
         return part.loaded(self.source.load(part.name, dtype).T)
@@ -212,12 +214,12 @@ class WeightLoader:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """What the source has."""
+        """The names that the source has."""
         return frozenset(self.source.names())
 
 
 def network_weights(network: Network) -> Iterator[tuple[str, Matrix]]:
-    """Every parameter's key and tensor, the inverse of loading, unpacked one at a time."""
+    """Yield every parameter's key and tensor, the inverse of loading, unpacked one at a time."""
     yield "embed", network.table
     for part in fields(network):
         if part.name == "head" and network.spec.tied:
@@ -227,7 +229,7 @@ def network_weights(network: Network) -> Iterator[tuple[str, Matrix]]:
 
 
 def held_weights(key: str, part: object) -> Iterator[tuple[str, Matrix]]:
-    """Those of a part of a network, whose own key is `key`."""
+    """Yield the keys and tensors of a part of a network, whose own key is `key`."""
     if isinstance(part, Weight):
         yield key, part
     elif isinstance(part, RelativeBias):

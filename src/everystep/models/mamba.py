@@ -84,7 +84,7 @@ class Mamba(Network):
         return ((State(shapes),),) * spec.count
 
     def forward(self, inputs: StepInputs, context: Context) -> Tensor:
-        """(N, E) hidden states after the last layer, before the last norm."""
+        """Return (N, E) hidden states after the last layer, before the last norm."""
         hidden = inputs.hidden
         context.keep(hidden)
         for index, layer in enumerate(self.layers):
@@ -94,11 +94,11 @@ class Mamba(Network):
         return hidden
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """The last norm, (..., E) -> (..., E)."""
+        """Apply the last norm, (..., E) -> (..., E)."""
         return self.norm(hidden).to(self.dtype)
 
     def _mix(self, index: int, layer: MambaLayer, x: Tensor, context: Context) -> Tensor:
-        """(N, E) -> (N, E): convolution, scan, gate."""
+        """Mix (N, E) -> (N, E): convolution, scan, gate."""
         feeds, spec = context.feeds(), self.spec
         last_inputs, state = context.recall(index)
         x, gate = layer.inward(x).chunk(2, dim=-1)
@@ -113,7 +113,7 @@ class Mamba(Network):
 
 
 def _convolve(layer: MambaLayer, x: Tensor, before: Tensor, feeds: Ragged) -> tuple[Tensor, Tensor]:
-    """(N, I) after the convolution, and the (M, kernel - 1, I) inputs that it will read next."""
+    """Return (N, I) after the convolution, and the (M, kernel - 1, I) inputs that it reads next."""
     inputs = torch.cat([before.to(x.dtype), feeds.padded(x)], dim=1)
     run = torch.arange(before.shape[1], device=x.device)
     kept = inputs[feeds.rows[:, None], feeds.steps[:, None] + run]
@@ -132,7 +132,7 @@ def _scan(
     state: Tensor,
     feeds: Ragged,
 ) -> tuple[Tensor, Tensor]:
-    """(N, I) outputs, and the (M, I, S) states to keep.
+    """Return (N, I) outputs, and the (M, I, S) states to keep.
 
     A step of size 0, as after the end of a feed, leaves the state as it is.
     """
@@ -173,7 +173,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 def read_spec(config: Mapping[str, Any]) -> MambaSpec:
-    """The spec of a configuration, defaults filled in by the caller."""
+    """Read the spec of a configuration, defaults filled in by the caller."""
     read = Fields(config)
     width = read.integer("hidden_size")
     automatic = config.get("time_step_rank") in (None, "auto")
@@ -198,7 +198,7 @@ _NAMES = {"embed": "backbone.embeddings", "norm": "backbone.norm_f", "head": "lm
 
 
 def mamba_parameters(spec: MambaSpec) -> Iterator[Parameter]:
-    """Every tensor of the network, each with its name."""
+    """Yield every tensor of the network, each with its name."""
     yield from frame(spec, _NAMES)
     inner, selected = spec.inner, spec.rank + 2 * spec.state
     for index in range(spec.count):
@@ -219,7 +219,7 @@ def mamba_parameters(spec: MambaSpec) -> Iterator[Parameter]:
 
 
 def assemble_mamba(spec: MambaSpec, loader: WeightLoader) -> Mamba:
-    """The network from its parameters."""
+    """Assemble the network from its parameters."""
     layers = loader.layers(MambaLayer, "layers", spec.count, spec.norm)
     return Mamba(spec, *loader.frame(spec), layers)
 

@@ -30,7 +30,7 @@ Encode = Callable[[Tensor, None, Heard | None], Tensor]
 
 
 def refuse_copies(holder: object, protocol: object) -> NoReturn:
-    """As `__reduce_ex__`: an object with a model in it is not pickled, nor copied with its weights.
+    """Refuse, as `__reduce_ex__`, to pickle an object with a model in it, or to copy its weights.
 
     That would take gigabytes, and twice as many on the way.
     """
@@ -72,7 +72,7 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
+        """The device of the weights."""
         return self.network.device
 
     @property
@@ -82,13 +82,13 @@ class Model:
 
     @property
     def has_positions(self) -> bool:
-        """Whether positions are read as numbers: not as distances, not by recurrent layers."""
+        """True if positions are read as numbers: not as distances, not by recurrent layers."""
         stores = (one for layer in self.network.stores for one in layer)
         return not self.network.encodes and not all(isinstance(one, State) for one in stores)
 
     @property
     def inputs(self) -> tuple[InputSpec, ...]:
-        """What prompts may bring beside ids or embeddings."""
+        """The inputs that prompts may bring beside ids or embeddings."""
         if self.source is None:
             return self.network.inputs
         sounds = InputSpec(self.source, "prompt", (), self.dtype, open=True)
@@ -100,10 +100,10 @@ class Model:
         return self.network.source
 
     def sources(self, given: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-        """(B,) what the encoder reads of each row, of what is given by name for all of them.
+        """Return (B,) what the encoder reads of each row, of what is given by name for all of them.
 
-        RequestError unless that is of the size that it reads. As in transformers, a mask of sounds
-        hides nothing: silence is heard.
+        Raise RequestError unless that is of the size that it reads. As in transformers, a mask of
+        sounds hides nothing: silence is heard.
         """
         name, wanted = str(self.source), self.network.source_shape
         values = given[name]
@@ -122,15 +122,15 @@ class Model:
         return [{name: one} for one in each]
 
     def real_states(self, mask: Tensor, length: int) -> Tensor:
-        """(B, S) bool: which of S encoder states are real where `mask` says so of the source."""
+        """Return (B, S) bool: which of S encoder states are real; `mask` is of the source."""
         return torch.ones(len(mask), length, dtype=torch.bool)
 
     def own_cache(self, passed: Any) -> Any:
-        """What was passed as `past_key_values`, as it is: it reads no cache of other libraries."""
+        """Return what was passed as `past_key_values`: it reads no cache of other libraries."""
         return passed
 
     def returned_cache(self, cache: Cache, passed: Any) -> Any:
-        """What a caller gets who passed the other: the cache itself."""
+        """Return what a caller gets who passed the other: the cache itself."""
         return cache
 
     def forward(
@@ -149,7 +149,7 @@ class Model:
         sounds: Tensor | None = None,
         declared: Mapping[str, Placed] | None = None,
     ) -> Tensor:
-        """Logits (B, T, V) of ids (B, T), or of embeddings (B, T, E).
+        """Return logits (B, T, V) of ids (B, T), or of embeddings (B, T, E).
 
         They come after the S positions that `cache` holds, 0 without one, and are added to it.
         `attention_mask` (B, S + T) hides padding on any side. Positions are S..S+T-1 unless given,
@@ -157,13 +157,13 @@ class Model:
         what it reads, which a cache may hold already, and the logits are those of
         `decoder_input_ids` (B, T), whose mask (B, S + T) is `decoder_attention_mask`.
         `encoder_states` (B, S, E) stand in the place of what an encoder would read, `sounds` (B,
-        channels, frames) are what one reads that listens.
-        Where there is neither mask nor cache, positions that do not go on by one begin another
-        sequence in the same row, which sees nothing of the one before.
-        `kept`: the positions whose logits are given. `heard` gets what the layers show, (B, T, E)
-        and (B, H, T, S) each, those of the decoder. `declared`: values of inputs that the network
-        declares, for places among the B * T positions. Differentiable where the weights are plain;
-        UnsupportedError where a gradient would have to pass through packed ones.
+        channels, frames) are what one reads that listens. Where there is neither mask nor cache,
+        positions that do not go on by one begin another sequence in the same row, which sees
+        nothing of the one before. `kept`: the positions whose logits are given. `heard` gets what
+        the layers show, (B, T, E) and (B, H, T, S) each, those of the decoder. `declared`: values
+        of inputs that the network declares, for places among the B * T positions. Differentiable
+        where the weights are plain; raise UnsupportedError where a gradient would have to pass
+        through packed ones.
         """
         if self.network.encodes != (decoder_input_ids is not None):
             raise RequestError(
@@ -194,15 +194,19 @@ class Model:
         )
 
     def embed(self, ids: Tensor) -> Tensor:
-        """(..., E) what ids (...,) are to the encoder, or to a decoder that stands alone;
-        RequestError for one outside the vocabulary."""
+        """Return (..., E): what ids (...,) are to the encoder, or to a decoder that stands alone.
+
+        Raise RequestError for one outside the vocabulary.
+        """
         return embedded(self.network, ids, source=True)
 
     def encode(
         self, prompt: Prompt, heard: Heard | None = None, by: Encode | None = None
     ) -> Tensor:
-        """Encoder states (S, E) of one prompt without padding, those of holes in its mask left out;
-        `heard` gets what layers show. `by`: who encodes where there are no holes."""
+        """Return encoder states (S, E) of one prompt without padding, or holes of its mask.
+
+        `heard` gets what layers show. `by`: who encodes where there are no holes.
+        """
         if not self.network.encodes:
             raise UnsupportedError("this model has no encoder")
         with inference_mode():
@@ -221,7 +225,10 @@ class Model:
             return self.network.encode(hidden[None], seen[None], heard)[0, seen]
 
     def _listened(self, sounds: Tensor) -> Tensor:
-        """(B, channels, frames) -> (B, S, E); RequestError for sounds of another size."""
+        """Turn (B, channels, frames) into (B, S, E).
+
+        Raise RequestError for sounds of another size.
+        """
         if self.source is None:
             raise RequestError("this model reads ids and no sounds", do="Pass input_ids")
         self.sources({self.source: sounds})

@@ -39,7 +39,7 @@ class Renamed:
 def common_names(
     family: Family, spec: Any, parameters: Collection[Parameter], names: Iterable[str]
 ) -> dict[str, str]:
-    """Names as parameters have them -> as a source has them.
+    """Return, by the names of parameters, the names that a source has.
 
     The body of a model, saved alone, has no prefix; where the head is tied that is the whole model.
     """
@@ -57,7 +57,7 @@ def common_names(
 
 
 def _first_names(parameters: Collection[Parameter], found: dict[str, str]) -> dict[str, str]:
-    """The same, where tied weights that have another of their names have the first."""
+    """Return the same, where tied weights that have another of their names have the first."""
     for part in (part for one in parameters for part in one.parts if part.name not in found):
         other = next((name for name in part.others if name in found), None)
         if other is not None:
@@ -66,8 +66,10 @@ def _first_names(parameters: Collection[Parameter], found: dict[str, str]) -> di
 
 
 def _current(family: Family, names: list[str]) -> dict[str, str]:
-    """Each name of a source under what it is called here; as it is, where any of them begins as
-    names do here."""
+    """Return each name of a source under what it is called here.
+
+    Names stay as they are where any of them begins as names do here.
+    """
     same = any(name.startswith(here) for name in names for _, here in family.prefixes)
     others = () if same else family.prefixes
     found = {}
@@ -80,7 +82,7 @@ def _current(family: Family, names: list[str]) -> dict[str, str]:
 def check_names(
     family: Family, spec: Any, parameters: Collection[Parameter], source: TensorSource
 ) -> None:
-    """Raises FormatError unless the source has each parameter, in its shape, and nothing else."""
+    """Raise FormatError unless the source has each parameter, in its shape, and nothing else."""
     found = set(source.names())
     wanted = _shapes(parameters, found)
     missing = [name for name in wanted if name not in found]
@@ -109,7 +111,7 @@ def check_names(
 
 
 def _shapes(parameters: Collection[Parameter], found: set[str]) -> dict[str, tuple[int, ...]]:
-    """What a source has to have, and in which shape."""
+    """Return what a source has to have, and in which shape."""
     wanted = {}
     for one in parameters:
         if one.made is not None and one.parts[0].name not in found:
@@ -123,19 +125,19 @@ def _shapes(parameters: Collection[Parameter], found: set[str]) -> dict[str, tup
 
 
 def _is_headless(wanted: Iterable[str], found: set[str], heads: set[str]) -> bool:
-    """Whether what was found is the body of a model: no head, or names that begin one level in."""
+    """Return whether what was found is the body of a model: no head, or names one level in."""
     names = set(wanted)
     inside = {name.partition(".")[2] for name in names} - {"", "weight"}
     return names - found == heads or (bool(found) and found <= inside)
 
 
 def _named(parameters: Collection[Parameter], key: str) -> set[str]:
-    """The names of one parameter, none where there is no such."""
+    """Return the names of one parameter, none where there is no such."""
     return {part.name for one in parameters if one.key == key for part in one.parts}
 
 
 def _prefix(parameters: Collection[Parameter]) -> str:
-    """What names of a body begin with in a whole model: "model.", say; "" where they do not."""
+    """Return what names of a body begin with in a whole model: "model.", say; "" without that."""
     (embed,) = _named(parameters, "embed")
     return f"{embed.partition('.')[0]}." if embed.count(".") > 1 else ""
 

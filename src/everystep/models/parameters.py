@@ -55,25 +55,28 @@ what checkpoints of some families hold as one. A pair of braces stands for an ex
 
 @dataclass(frozen=True)
 class Interleaved:
-    """How rows of several kinds take turns in a checkpoint: `sizes[0]` rows of the first kind,
-    `sizes[1]` of the second and so on, and all that `groups` times. The network has the rows of
-    each kind together."""
+    """Rows of several kinds that take turns in a checkpoint.
+
+    There are `sizes[0]` rows of the first kind, `sizes[1]` of the second and so on, and all that
+    `groups` times. The network has the rows of each kind together.
+    """
 
     groups: int
     sizes: tuple[int, ...]
 
     def order(self) -> Tensor:
-        """(rows,) which row there each row of the network is."""
+        """Return (rows,): which row there each row of the network is."""
         there = torch.arange(self.groups * sum(self.sizes)).view(self.groups, -1)
         return torch.cat([kind.flatten() for kind in torch.split(there, list(self.sizes), dim=1)])
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Where a checkpoint may hold a part instead: rows [start, stop) of the `index`-th matrix of
-    the `count` under this name, (count, rows, columns) or, turned, (count, columns, rows).
+    """A place where a checkpoint may hold a part instead.
 
-    `written`: files of the family hold the stack, turned, and not the part.
+    It is rows [start, stop) of the `index`-th matrix of the `count` under this name, (count, rows,
+    columns) or, turned, (count, columns, rows). `written`: files of the family hold the stack,
+    turned, and not the part.
     """
 
     name: str
@@ -108,17 +111,17 @@ class ParameterPart:
         return f"{self.name}.T" if self.transposed else self.name
 
     def loaded(self, rows: RowsT) -> RowsT:
-        """Rows in the order of the checkpoint -> in that of the network."""
+        """Bring rows in the order of the checkpoint into that of the network."""
         return rows if self.interleaved is None else _gathered(rows, self.interleaved.order())
 
     def stored(self, rows: RowsT) -> RowsT:
-        """The opposite."""
+        """Bring rows in the order of the network into that of the checkpoint."""
         if self.interleaved is None:
             return rows
         return _gathered(rows, self.interleaved.order().argsort())
 
     def stored_values(self, rows: Tensor) -> Tensor:
-        """Rows of the network as values lie in the checkpoint."""
+        """Return rows of the network as values lie in the checkpoint."""
         return self.stored(rows).T if self.transposed else self.stored(rows)
 
 
@@ -143,17 +146,17 @@ class Parameter:
 
     @property
     def named_rows(self) -> int:
-        """How many rows have a name."""
+        """The number of rows that have a name."""
         return sum(part.stop - part.start for part in self.parts)
 
     def shapes(self) -> Iterator[tuple[ParameterPart, tuple[int, ...]]]:
-        """Every part with its shape where rows are rows."""
+        """Yield every part with its shape where rows are rows."""
         for part in self.parts:
             yield part, (part.stop - part.start, *self.shape[1:])
 
 
 def parameter(key: str, name: str, *shape: int) -> Parameter:
-    """A tensor that has one name."""
+    """Return a tensor that has one name."""
     return Parameter(key, shape, (ParameterPart(name, 0, shape[0]),))
 
 
@@ -167,8 +170,10 @@ def linear(
     interleaved: Interleaved | None = None,
     unbiased: Collection[str] = (),
 ) -> Iterator[Parameter]:
-    """Those of projections, name -> rows, that are fused in this order; the `unbiased` among them
-    have no bias where the others have one."""
+    """Yield the parameters of projections, name -> rows, that are fused in this order.
+
+    The `unbiased` among them have no bias where the others have one.
+    """
     stops = list(accumulate(projections.values()))
     places = list(zip(projections, [0, *stops[:-1]], stops, strict=True))
     shapes = {"weight": (stops[-1], inputs), "bias": (stops[-1],)}
@@ -184,14 +189,16 @@ def linear(
 
 
 def norm(spec: NormSpec, key: str, name: str, size: int) -> Iterator[Parameter]:
-    """Those of a norm."""
+    """Yield the parameters of a norm."""
     for kind in ("weight", "bias") if spec.bias else ("weight",):
         yield parameter(f"{key}.{kind}", f"{name}.{kind}", size)
 
 
 def frame(spec: Any, names: Mapping[str, str]) -> Iterator[Parameter]:
-    """Those around the layers: embeddings, the last norm, and a head that is not tied to the
-    embeddings."""
+    """Yield the parameters around the layers.
+
+    These are embeddings, the last norm, and a head that is not tied to the embeddings.
+    """
     yield parameter("embed", f"{names['embed']}.weight", spec.vocab_size, spec.width)
     yield from norm(spec.norm, "norm", names["norm"], spec.width)
     if not spec.tied:
@@ -200,10 +207,12 @@ def frame(spec: Any, names: Mapping[str, str]) -> Iterator[Parameter]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How checkpoints hold a decoder: `names` as in NAMES. `transposed`: projections lie as
-    (inputs, outputs). `interleaved`: queries, keys and values take turns in `qkv`, those that
-    belong to one key head after those of another. `stacked`: files hold the experts of a layer as
-    stacks, turned."""
+    """The layout of a decoder in checkpoints: `names` as in NAMES.
+
+    `transposed`: projections lie as (inputs, outputs). `interleaved`: queries, keys and values take
+    turns in `qkv`, those that belong to one key head after those of another. `stacked`: files hold
+    the experts of a layer as stacks, turned.
+    """
 
     names: Mapping[str, str]
     transposed: bool = False
@@ -215,7 +224,7 @@ _USUAL = Layout(NAMES)
 
 
 def decoder_parameters(spec: DecoderSpec, layout: Layout = _USUAL) -> list[Parameter]:
-    """Every tensor of a decoder."""
+    """Return every tensor of a decoder."""
     names = layout.names
     found = list(frame(spec, names))
     if spec.head_bias:
@@ -256,7 +265,7 @@ def _attention(spec: DecoderSpec, key: str, layout: Layout) -> Iterator[Paramete
 
 
 def _turns(spec: DecoderSpec) -> Interleaved:
-    """The queries that read a key, then the key, then the value, and so on."""
+    """Return the turns: the queries that read a key, then the key, the value, and so on."""
     attention, size = spec.attention, spec.attention.head_dim
     readers = attention.heads // attention.kv_heads
     return Interleaved(attention.kv_heads, (readers * size, size, size))
@@ -293,7 +302,7 @@ def _experts(
 def _in_stack(
     parts: Sequence[tuple[str, int]], stack: str, count: int, expert: int, written: bool
 ) -> tuple[ParameterPart, ...]:
-    """Those of an expert's matrix, (name, rows) each, which a stack holds in the same order."""
+    """Return the parts of an expert's matrix, (name, rows) each, in the order of their stack."""
     stops = list(accumulate(rows for _, rows in parts))
     return tuple(
         ParameterPart(

@@ -28,9 +28,9 @@ _SUFFIXES = ("codes", "scales", "mins")
 
 
 def folder_format(config: Mapping[str, Any]) -> Rounding | None:
-    """The format that a config.json announces, None where weights are floats.
+    """Return the format that a config.json announces, None where weights are floats.
 
-    Raises UnsupportedError for a method or version of others, FormatError for a wrong field.
+    Raise UnsupportedError for a method or version of others, FormatError for a wrong field.
     """
     given = config.get(CONFIG_KEY)
     if given is None:
@@ -64,11 +64,11 @@ def build_quantised_model(
     quantize: str | None = "auto",
     in_panels: InPanels | None = None,
 ) -> Model:
-    """The model in a folder whose config.json announces a format.
+    """Build the model in a folder whose config.json announces a format.
 
     Codes are kept for "auto" without a `dtype` and for the folder's own format; otherwise weights
-    are dequantised. `in_panels` as in `build_model`. Raises RequestError for the other format and
-    as `build_model` does.
+    are dequantised. `in_panels` as in `build_model`. Raise RequestError for the other format and as
+    `build_model` does.
     """
     format = folder_format(config)
     source = _Joined(weights, format or "int8")
@@ -89,7 +89,7 @@ def build_quantised_model(
 def quantised_contents(
     model: Model, format: Rounding
 ) -> tuple[dict[str, object], dict[str, Tensor]]:
-    """The config.json and the tensors of a folder that holds this model, which is in `format`."""
+    """Return the config.json and the tensors of a folder for this model, which is in `format`."""
     tensors: dict[str, Tensor] = {}
     for name, weight in stored_weights(model):
         if isinstance(weight, Tensor):
@@ -134,7 +134,7 @@ class _Joined:
         return self.weights.load(name, dtype) if weight is None else weight.dequantize().to(dtype)
 
     def quantised(self, name: str) -> QuantizedWeight | None:
-        """The weight of this name, None where it is stored as floats."""
+        """Return the weight of this name, None where it is stored as floats."""
         if f"{name}.codes" not in self.weights:
             return None
         there = [one for suffix in _SUFFIXES if (one := f"{name}.{suffix}") in self.weights]

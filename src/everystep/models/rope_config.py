@@ -31,7 +31,7 @@ _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 def read_rope(
     outer: Fields, head_dim: int, layer_type: str | None = None, theta: float = 10_000.0
 ) -> Rope:
-    """The rope of the layers of `layer_type`; `theta` is the family's default base."""
+    """Read the rope of the layers of `layer_type`; `theta` is the family's default base."""
     values = _parameters(outer, layer_type)
     inner = Fields(values, "config.json, rope parameters")
     base = inner.number("rope_theta", outer.number("rope_theta", theta))

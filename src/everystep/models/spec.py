@@ -68,7 +68,7 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What may differ from layer to layer; no rope means that queries and keys do not turn.
+    """The properties of one layer that may differ; no rope means that queries and keys do not turn.
 
     `factor`: scores are multiplied by it beside the scale of attention.
     `experts`: stand where other layers have an MLP, and are MLPs like it but for their size.

@@ -22,9 +22,9 @@ from everystep.nn.quantized import QuantizedWeight
 def unstacked(
     source: TensorSource, kept: Kept | None, parameters: Iterable[Parameter]
 ) -> tuple[TensorSource, Kept | None]:
-    """The source with every part under its own name, and what it keeps as it is.
+    """Return the source with every part under its own name, and what it keeps as it is.
 
-    FormatError where a stack does not fit its parameters.
+    Raise FormatError where a stack does not fit its parameters.
     """
     found = set(source.names())
     stacks = {
@@ -71,7 +71,7 @@ class _Unstacked:
         return matrix[stack.start : stack.stop].to(dtype)
 
     def quantised(self, name: str) -> QuantizedWeight | None:
-        """What the source keeps of this name as it is."""
+        """Return what the source keeps of this name as it is."""
         return None if self.kept is None or name in self.stacks else self.kept(name)
 
     def _read(self, name: str) -> Tensor:

@@ -22,8 +22,10 @@ from everystep.models.parameters import Parameter
 def with_table(
     family: Family, spec: Any, parameters: Mapping[str, Parameter], names: Collection[str]
 ) -> dict[str, Parameter]:
-    """The parameters by their keys, the table under the head's name where a source with these names
-    has that alone."""
+    """Return the parameters by their keys.
+
+    The table is under the head's name where a source with these names has that alone.
+    """
     found = dict(parameters)
     if spec.tied:
         (table,), head = found["embed"].parts, family.head(spec).name
@@ -33,8 +35,11 @@ def with_table(
 
 
 def spec_as_stored(family: Family, spec: Any, loader: WeightLoader) -> Any:
-    """The specification, not tied where the source holds a head that differs from the table; the
-    loader then has it among its parameters. FormatError for a head of another shape."""
+    """Return the specification, not tied where the source holds a head that differs from the table.
+
+    The loader then has the head among its parameters. Raise FormatError for a head of another
+    shape.
+    """
     if not spec.tied:
         return spec
     (table,), head = loader.parameters["embed"].parts, family.head(spec)

@@ -58,7 +58,10 @@ def _read(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def _key_heads(read: Fields, heads: int) -> int:
-    """Before the newer architecture either all queries share a key, or none do."""
+    """Return the number of key heads.
+
+    Before the newer architecture either all queries share a key, or none do.
+    """
     count = read.integer("num_kv_heads", heads)
     if read.flag("new_decoder_architecture"):
         if heads % count:
@@ -72,7 +75,7 @@ def _key_heads(read: Fields, heads: int) -> int:
 
 
 def _norms(read: Fields) -> tuple[bool, PreNorms]:
-    """Whether attention and MLP are parallel, and whether they share a norm."""
+    """Return whether attention and MLP are parallel, and whether they share a norm."""
     parallel, newer = read.flag("parallel_attn"), read.flag("new_decoder_architecture")
     count = read.integer("num_ln_in_parallel_attn", 2 if newer else 1)
     if newer and not parallel:

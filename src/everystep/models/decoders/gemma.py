@@ -36,14 +36,17 @@ _GLOBAL, _LOCAL = 1_000_000.0, 10_000.0  # the bases of Gemma 3's ropes
 
 
 def _gemma2(config: Mapping[str, Any]) -> DecoderSpec:
-    """Every other layer has a window, from the first one on. A null means no cap."""
+    """Read a Gemma 2, where every other layer has a window, from the first one on.
+
+    A null means no cap.
+    """
     read = Fields({"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, **config})
     rope = rope_of(read)
     return _gemma(read, {FULL: rope, SLIDING: rope}, every=2, qk_norm=None)
 
 
 def _gemma3(config: Mapping[str, Any]) -> DecoderSpec:
-    """Every sixth layer has no window."""
+    """Read a Gemma 3, where every sixth layer has no window."""
     read = Fields(config)
     if read.has("attn_logit_softcapping"):
         raise UnsupportedError(
@@ -86,7 +89,7 @@ def _gemma(
 
 
 def _layers(read: Fields, every: int, ropes: Mapping[str, Rope]) -> Sequence[LayerSpec]:
-    """By default each layer has a window but for every n-th."""
+    """Return the layers; by default each has a window but for every n-th."""
     count = read.count("num_hidden_layers")
     usual = [SLIDING if (index + 1) % every else FULL for index in range(count)]
     window = read.integer("sliding_window")
@@ -100,8 +103,11 @@ def _cap(read: Fields, what: str) -> float | None:
 
 
 def _rope_of_type(read: Fields, size: int, kind: str) -> Rope:
-    """The rope of layers of a type: a set of its own in `rope_parameters`; in older files what is
-    there is that of layers without a window, and `rope_local_base_freq` the base of the others."""
+    """Return the rope of layers of a type, which has a set of its own in `rope_parameters`.
+
+    In older files what is there is that of layers without a window, and `rope_local_base_freq` the
+    base of the others.
+    """
     sets = read.values.get("rope_parameters")
     if isinstance(sets, Mapping) and kind in sets:
         return read_rope(read, size, kind, _GLOBAL if kind == FULL else _LOCAL)

@@ -39,7 +39,10 @@ _NAMES = {
 
 
 def _gpt2(config: Mapping[str, Any]) -> DecoderSpec:
-    """`reorder_and_upcast_attn` changes in which order transformers computes, not what."""
+    """Read a GPT-2.
+
+    `reorder_and_upcast_attn` changes in which order transformers computes, not what.
+    """
     read = Fields(config)
     spec = _read(read)
     if read.flag("scale_attn_by_inverse_layer_idx"):

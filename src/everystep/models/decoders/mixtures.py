@@ -21,7 +21,7 @@ _MIXTRAL = {
 
 
 def _mixtral(config: Mapping[str, Any]) -> DecoderSpec:
-    """Shares always add up to 1."""
+    """Read a Mixtral, where shares always add up to 1."""
     read = Fields(config)
     experts = experts_of(read, 8, read.integer("intermediate_size"), normalised=True)
     layer = LayerSpec(rope_of(read, theta=1_000_000.0), window_of(read), experts=experts)
@@ -29,7 +29,7 @@ def _mixtral(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def _qwen3_moe(config: Mapping[str, Any]) -> DecoderSpec:
-    """The window is that of all layers."""
+    """Read a Qwen3 mixture, where all layers have the window."""
     read = Fields(config)
     rope = rope_of(read)
     window = window_of(read) if read.flag("use_sliding_window") else None
@@ -43,7 +43,10 @@ def _qwen3_moe(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def experts_of(read: Fields, usual: int, size: int, *, normalised: bool) -> ExpertsSpec:
-    """Experts of this size; their number stands under either of two keys, or is the `usual` one."""
+    """Return experts of this size.
+
+    Their number stands under either of two keys, or is the `usual` one.
+    """
     count, other = (read.values.get(key) for key in ("num_local_experts", "num_experts"))
     if None not in (count, other) and count != other:
         raise read.wrong("num_experts", f"num_local_experts = {count}, or none", other)
@@ -55,7 +58,7 @@ def experts_of(read: Fields, usual: int, size: int, *, normalised: bool) -> Expe
 
 
 def sparse_layers(read: Fields) -> list[bool]:
-    """Which layers have experts: every n-th, but for those in `mlp_only_layers`."""
+    """Return which layers have experts: every n-th, but for those in `mlp_only_layers`."""
     every, without = read.integer("decoder_sparse_step"), read.values.get("mlp_only_layers") or []
     if not isinstance(without, list) or any(type(one) is not int or one < 0 for one in without):
         raise read.wrong("mlp_only_layers", "numbers of layers", without)

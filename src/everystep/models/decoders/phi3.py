@@ -25,7 +25,7 @@ def _read(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def _with_longrope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Older files call it "su" or "yarn"."""
+    """Return the values with longrope by that name; older files call it "su" or "yarn"."""
     found = dict(config)
     for key in ("rope_parameters", "rope_scaling"):
         rope = config.get(key)

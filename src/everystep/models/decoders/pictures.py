@@ -46,7 +46,7 @@ def vision_family(
     *,
     stacked: bool = False,
 ) -> Family:
-    """A family whose tower's weights have these names; `stacked` as in `Layout`."""
+    """Make a family whose tower's weights have these names; `stacked` as in `Layout`."""
     return Family(
         {"tie_word_embeddings": False, **_TOKENS},
         read_spec,
@@ -69,7 +69,7 @@ def _tower(spec: DecoderSpec, loader: WeightLoader) -> VisionTower | None:
 
 
 def text_part(outer: Fields, defaults: Mapping[str, Any]) -> Fields:
-    """The configuration of the text, which older files have among that of the whole."""
+    """Return the configuration of the text, which older files have among that of the whole."""
     values = outer.values if outer.values.get("text_config") is None else None
     own = part_of(outer, "text_config", defaults) if values is None else {**defaults, **values}
     tied = outer.flag("tie_word_embeddings", False)
@@ -77,7 +77,7 @@ def text_part(outer: Fields, defaults: Mapping[str, Any]) -> Fields:
 
 
 def part_of(outer: Fields, key: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """One of the configurations inside the other, with what it may leave out."""
+    """Return one of the configurations inside the other, with what it may leave out."""
     values = outer.values.get(key) or {}
     if not isinstance(values, Mapping):
         raise outer.wrong(key, "an object", values)
@@ -85,7 +85,7 @@ def part_of(outer: Fields, key: str, defaults: Mapping[str, Any]) -> dict[str, A
 
 
 def mrope_values(read: Fields) -> tuple[str, Fields]:
-    """Under which key the rope is described, and its values."""
+    """Return under which key the rope is described, and its values."""
     key = "rope_parameters" if read.has("rope_parameters") else "rope_scaling"
     values = read.values.get(key) or {}
     if not isinstance(values, Mapping):
@@ -94,8 +94,10 @@ def mrope_values(read: Fields) -> tuple[str, Fields]:
 
 
 def mrope_of(read: Fields, usual: list[int], theta: float, *, interleaved: bool) -> Rope:
-    """The rope, each of whose pairs turns by one of three axes: `mrope_section`, or the `usual`
-    ones, says how many by each."""
+    """Return the rope, each of whose pairs turns by one of three axes.
+
+    `mrope_section`, or the `usual` ones, says how many by each.
+    """
     key, turns = mrope_values(read)
     pairs, sections = heads_of(read)[2] // 2, turns.values.get("mrope_section", usual)
     counts = isinstance(sections, list | tuple) and len(sections) == 3
@@ -111,8 +113,11 @@ def mrope_of(read: Fields, usual: list[int], theta: float, *, interleaved: bool)
 
 
 def vision_common(outer: Fields, read: Fields, width: int, size: int, out: str) -> dict[str, Any]:
-    """Fields of a `VisionSpec` that all families have; `size`: of the tower's hidden states, `out`:
-    the key of its features' size, which is to be the text's `width`."""
+    """Return the fields of a `VisionSpec` that all families have.
+
+    `size`: of the tower's hidden states. `out`: the key of its features' size, which is to be the
+    text's `width`.
+    """
     heads = read.integer("num_heads")
     if size % (4 * heads):
         raise read.wrong("hidden_size", f"a multiple of 4 x {heads} heads", size)
@@ -136,7 +141,7 @@ def vision_common(outer: Fields, read: Fields, width: int, size: int, out: str) 
 
 
 def block_numbers(read: Fields, key: str) -> tuple[int, ...]:
-    """Rising numbers of blocks of the tower."""
+    """Read rising numbers of blocks of the tower."""
     values, depth = read.values[key], read.count("depth")
     listed = isinstance(values, list | tuple)
     if not listed or any(type(one) is not int or not 0 <= one < depth for one in values):

@@ -32,9 +32,11 @@ def _qwen3(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def windowed_layers(read: Fields, rope: Rope) -> list[LayerSpec]:
-    """Where `use_sliding_window` turns windows on, those in `layer_types` have one, or those from
-    `max_window_layers` on. transformers keeps no window at all when the switch is off, whatever
-    the types say."""
+    """Return the layers, with windows where `use_sliding_window` turns them on.
+
+    Those in `layer_types` have one then, or those from `max_window_layers` on. transformers keeps
+    no window at all when the switch is off, whatever the types say.
+    """
     count = read.count("num_hidden_layers")
     windowed = read.flag("use_sliding_window")
     first = read.integer("max_window_layers", least=0) if windowed else count

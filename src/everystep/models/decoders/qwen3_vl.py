@@ -82,7 +82,7 @@ def _qwen3_vl(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def _qwen3_vl_moe(config: Mapping[str, Any]) -> DecoderSpec:
-    """Shares always add up to 1."""
+    """Read a mixture, where shares always add up to 1."""
     outer = Fields(config)
     read = text_part(outer, _MIXTURE)
     size = read.integer("moe_intermediate_size")
@@ -91,7 +91,10 @@ def _qwen3_vl_moe(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def _read(outer: Fields, read: Fields, experts: Sequence[ExpertsSpec | None]) -> DecoderSpec:
-    """`experts`: those of each layer, None where it has an MLP."""
+    """Read the text of either kind.
+
+    `experts`: those of each layer, None where it has an MLP.
+    """
     _, turns = mrope_values(read)
     if not turns.flag("mrope_interleaved", True):
         raise UnsupportedError(

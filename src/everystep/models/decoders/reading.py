@@ -38,7 +38,7 @@ def decoder_family(
     names: Mapping[str, str] = NAMES,
     **defaults: Any,
 ) -> Family:
-    """A family whose checkpoints use these names."""
+    """Make a family whose checkpoints use these names."""
     return Family(
         {**_DEFAULTS, **defaults},
         read_spec,
@@ -58,7 +58,7 @@ def gated_decoder(
     qk_norm: QkNorm | None = None,
     activation: str = "hidden_act",
 ) -> DecoderSpec:
-    """A decoder with RMS norms and a gated MLP, whose activation stands under that key."""
+    """Return a decoder with RMS norms and a gated MLP, whose activation stands under that key."""
     heads, kv_heads, size = heads_of(read)
     attention = AttentionSpec(heads, kv_heads, size, size**-0.5, qkv_bias, out_bias, qk_norm)
     inner, act = read.integer("intermediate_size"), read.choice(activation, ACTIVATIONS)
@@ -83,8 +83,7 @@ def plain_decoder(
     activation: str = "hidden_act",
     mlp_bias: bool = True,
 ) -> DecoderSpec:
-    """A decoder with layer norms and an MLP without a gate, whose activation stands under that
-    key."""
+    """Return a decoder with layer norms and an MLP without gate, its activation under that key."""
     act = read.choice(activation, ACTIVATIONS)
     return DecoderSpec(
         vocab_size=read.integer("vocab_size"),
@@ -98,7 +97,7 @@ def plain_decoder(
 
 
 def heads_of(read: Fields) -> tuple[int, int, int]:
-    """How many heads of queries and of keys there are, and their size."""
+    """Return how many heads of queries and of keys there are, and their size."""
     width, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
     shared = read.integer("num_key_value_heads", heads)
     if heads % shared:
@@ -109,7 +108,10 @@ def heads_of(read: Fields) -> tuple[int, int, int]:
 
 
 def full_heads_of(read: Fields) -> tuple[int, int]:
-    """How many heads there are, each with keys of its own, and their size: a share of the width."""
+    """Return how many heads there are, each with keys of its own, and their size.
+
+    The size is a share of the width.
+    """
     width, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
     if width % heads:
         raise read.wrong("num_attention_heads", f"a divisor of hidden_size = {width}", heads)
@@ -117,17 +119,17 @@ def full_heads_of(read: Fields) -> tuple[int, int]:
 
 
 def rope_of(read: Fields, theta: float = 10_000.0) -> Rope:
-    """The rope that all layers have; `theta` is the family's default base."""
+    """Return the rope that all layers have; `theta` is the family's default base."""
     return read_rope(read, heads_of(read)[2], theta=theta)
 
 
 def window_of(read: Fields) -> int | None:
-    """The window that all layers have, None without one."""
+    """Return the window that all layers have, None without one."""
     return read.integer("sliding_window") if read.has("sliding_window") else None
 
 
 def layer_types(read: Fields, usual: Sequence[str]) -> list[str]:
-    """Which layers look at a window only: `layer_types`, or the `usual` ones without them."""
+    """Return what each layer looks at: `layer_types`, or the `usual` ones without them."""
     if not read.has("layer_types"):
         return list(usual)
     kinds = read.values["layer_types"]

@@ -18,7 +18,10 @@ from everystep.models.spec import DecoderSpec, LayerSpec
 
 
 def _read(config: Mapping[str, Any]) -> DecoderSpec:
-    """Windows are on layers without positions, unless `layer_types` says otherwise."""
+    """Read a SmolLM3.
+
+    Windows are on layers without positions, unless `layer_types` says otherwise.
+    """
     read = Fields(config)
     rope, turning = rope_of(read, theta=2_000_000.0), _turning(read)
     windowed = read.flag("use_sliding_window") and read.has("sliding_window")
@@ -34,7 +37,7 @@ def _read(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def _turning(read: Fields) -> list[bool]:
-    """Which layers turn queries and keys: those with a 1 in `no_rope_layers`, despite its name."""
+    """Return which layers turn queries and keys: those with a 1 in the `no_rope_layers`."""
     count = read.count("num_hidden_layers")
     if not read.has("no_rope_layers"):
         every = read.integer("no_rope_layer_interval", 4)

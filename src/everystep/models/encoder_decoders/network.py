@@ -82,7 +82,7 @@ class EncoderDecoder(Network):
 
     @property
     def heads(self) -> int:
-        """How many query heads a layer of the decoder has."""
+        """The number of query heads of a layer of the decoder."""
         return self.spec.decoder.heads
 
     @property
@@ -105,12 +105,12 @@ class EncoderDecoder(Network):
 
     @property
     def most_positions(self) -> int | None:
-        """How many positions a row can have, None for any number."""
+        """The number of positions that a row can have, None for any number."""
         return _most(self.spec.decoder)
 
     @property
     def most_source_positions(self) -> int | None:
-        """How many positions the encoder can read, None for any number."""
+        """The number of positions that the encoder can read, None for any number."""
         return _most(self.spec.encoder)
 
     @property
@@ -121,29 +121,32 @@ class EncoderDecoder(Network):
         return ((Full(*size), Cross(*size)),) * stack.layers
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(...,) ids of the decoder -> (..., E)."""
+        """Embed ids (...,) of the decoder -> (..., E)."""
         return self._scaled(look_up(self.table, tokens))
 
     @property
     def source_vocab_size(self) -> int:
-        """How many ids the encoder reads."""
+        """The number of ids that the encoder reads."""
         table = self.table if self.source_table is None else self.source_table
         return int(table.shape[0])
 
     def embed_source(self, tokens: Tensor) -> Tensor:
-        """(...,) ids of the encoder -> (..., E)."""
+        """Embed ids (...,) of the encoder -> (..., E)."""
         if self.source_table is None:
             return self.embed(tokens)
         return self._scaled(look_up(self.source_table, tokens))
 
     def listen(self, sounds: Tensor) -> Tensor:
-        """(B, channels, 2 S) features of sounds -> (B, S, E) embeddings."""
+        """Turn features of sounds (B, channels, 2 S) into embeddings (B, S, E)."""
         for step, one in enumerate(self.convolutions, 1):
             sounds = F.gelu(F.conv1d(sounds, one.weight, one.bias, stride=step, padding=1))
         return sounds.transpose(1, 2)
 
     def encode(self, hidden: Tensor, seen: Tensor | None, heard: Heard | None = None) -> Tensor:
-        """Embeddings (B, S, E), of which `seen` (B, S) are real, -> encoder states (B, S, E)."""
+        """Turn embeddings (B, S, E) into encoder states (B, S, E).
+
+        `seen`: (B, S), which of them are real.
+        """
         places = torch.arange(hidden.shape[1], device=hidden.device)
         positions = self.encoder_positions
         mask = positions(places, places) if isinstance(positions, RelativeBias) else None
@@ -163,7 +166,7 @@ class EncoderDecoder(Network):
         return states
 
     def across(self, encoder: Tensor) -> Tensor:
-        """Encoder states (S, E) -> their keys and values for every layer, (L, 2, K, S, D)."""
+        """Turn encoder states (S, E) into keys and values for every layer, (L, 2, K, S, D)."""
         stack = self.spec.decoder
         shape = (encoder.shape[0], 2, stack.heads, stack.head_dim)
         states = encoder.to(self.device, self.dtype)
@@ -171,7 +174,7 @@ class EncoderDecoder(Network):
         return torch.stack(projected).permute(0, 2, 3, 1, 4)
 
     def forward(self, inputs: StepInputs, context: Context) -> Tensor:
-        """(N, E) decoder states after the last layer, before the last norm."""
+        """Return (N, E) decoder states after the last layer, before the last norm."""
         stack, positions = self.spec.decoder, self.decoder_positions
         rule, shape = self._rule(stack), (-1, stack.heads, stack.head_dim)
         bias = positions if isinstance(positions, RelativeBias) else None
@@ -191,7 +194,7 @@ class EncoderDecoder(Network):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Normalised decoder states (..., E) -> (..., V)."""
+        """Turn normalised decoder states (..., E) into logits (..., V)."""
         scale = self.spec.output_scale
         logits = self.head(hidden if scale is None else hidden * scale)
         return logits if self.logits_bias is None else logits + self.logits_bias[0]
@@ -207,7 +210,7 @@ class EncoderDecoder(Network):
         table: RelativeBias | Tensor,
         norm: Norm | None,
     ) -> Tensor:
-        """What the first layer of a stack reads of embeddings (..., n, E) at `places` (n,)."""
+        """Return what a stack's first layer reads of embeddings (..., n, E) at `places` (n,)."""
         if isinstance(table, Tensor) and isinstance(stack.positions, AbsolutePositions):
             hidden = hidden + F.embedding(places + stack.positions.offset, table)
         return hidden if norm is None else norm(hidden)
@@ -222,7 +225,7 @@ class EncoderDecoder(Network):
         return Rule(stack.head_dim**-0.5 if self.spec.scale is None else self.spec.scale)
 
     def _look(self, qkv: Tensor, mask: Tensor | None, heard: Heard | None) -> Tensor:
-        """(B, S, 3 * H * D) -> (B, S, H * D): every position sees every other."""
+        """Attend (B, S, 3 * H * D) -> (B, S, H * D): every position sees every other."""
         stack = self.spec.encoder
         rule, (batch, length) = self._rule(stack), qkv.shape[:2]
         apart = qkv.view(batch, length, 3, stack.heads, stack.head_dim)
@@ -244,7 +247,7 @@ def _most(stack: StackSpec) -> int | None:
 
 
 def assemble_encoder_decoder(spec: EncoderDecoderSpec, loader: WeightLoader) -> EncoderDecoder:
-    """The network from its parameters."""
+    """Assemble the network from its parameters."""
 
     def positions(stack: str, how: RelativePositions | AbsolutePositions) -> RelativeBias | Tensor:
         table = loader.tensor(f"{stack}_positions")

@@ -49,7 +49,7 @@ class StackNames:
 
 
 def stack_names(prefix: str) -> StackNames:
-    """Those of a stack in most families."""
+    """Return the names of a stack in most families."""
     return StackNames(
         f"{prefix}.layers",
         f"{prefix}.layer_norm",
@@ -78,7 +78,7 @@ NAMES = EncoderDecoderNames(
 def encoder_decoder_parameters(
     spec: EncoderDecoderSpec, names: EncoderDecoderNames = NAMES
 ) -> list[Parameter]:
-    """Every tensor of the network."""
+    """Return every tensor of the network."""
     found = list(_frame(spec, names))
     stacks = (("encoder", spec.encoder, names.encoder), ("decoder", spec.decoder, names.decoder))
     for key, stack, own in stacks:
@@ -95,7 +95,7 @@ def encoder_decoder_parameters(
 
 
 def _frame(spec: EncoderDecoderSpec, names: EncoderDecoderNames) -> Iterator[Parameter]:
-    """Tables, head, and what is listened with."""
+    """Yield tables, head, and what is listened with."""
     own, source, head = names.decoder.embed, names.encoder.embed, names.head
     first = names.shared if spec.shared else own
     # A checkpoint may have kept any one of the names that tied weights have.
@@ -129,7 +129,7 @@ def _positions(key: str, spec: EncoderDecoderSpec, stack: StackSpec, name: str) 
 
 
 def sinusoids(rows: int, width: int) -> Tensor:
-    """(rows, width) float32: sines in the first half, cosines in the second.
+    """Return (rows, width) float32: sines in the first half, cosines in the second.
 
     Source: Vaswani et al. 2017; transformers' MarianSinusoidalPositionalEmbedding.
     """
@@ -161,7 +161,10 @@ def _layer(
 def _attention(
     spec: EncoderDecoderSpec, key: str, stack: StackSpec, name: str, roles: Mapping[str, str]
 ) -> Iterator[Parameter]:
-    """Queries, keys and values of one input are one map; those of an encoder have no queries."""
+    """Yield the maps of one attention.
+
+    Queries, keys and values of one input are one map; those of an encoder have no queries.
+    """
     size = stack.heads * stack.head_dim
     q, k, v = ({f"{name}.{roles[role]}": size} for role in "qkv")
     unbiased = () if spec.key_bias else tuple(k)

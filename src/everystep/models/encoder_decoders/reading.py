@@ -47,7 +47,7 @@ def encoder_decoder_family(
     leftovers: tuple[str, ...] = (),
     **defaults: Any,
 ) -> Family:
-    """A family whose checkpoints use these names; copies of tied tables are let through."""
+    """Make a family whose checkpoints use these names; copies of tied tables are let through."""
     copies = (names.shared, names.encoder.embed, names.decoder.embed, names.head)
     return Family(
         {**_DEFAULTS, **defaults},
@@ -59,7 +59,7 @@ def encoder_decoder_family(
 
 
 def stack_of(read: Fields, which: str, positions: AbsolutePositions) -> StackSpec:
-    """The "encoder" or "decoder" of a configuration whose keys begin so."""
+    """Read the "encoder" or "decoder" of a configuration whose keys begin so."""
     width, heads = read.integer("d_model"), read.integer(f"{which}_attention_heads")
     if width % heads:
         raise read.wrong(f"{which}_attention_heads", f"a divisor of d_model = {width}", heads)
@@ -69,7 +69,7 @@ def stack_of(read: Fields, which: str, positions: AbsolutePositions) -> StackSpe
 
 
 def embed_scale_of(read: Fields) -> float | None:
-    """The root of the width where `scale_embedding` asks for it."""
+    """Return the root of the width where `scale_embedding` asks for it."""
     root: float = read.integer("d_model") ** 0.5
     return root if read.flag("scale_embedding") else None
 
@@ -81,7 +81,7 @@ def translator(
     pre_norm: bool = False,
     embed_norm: bool = False,
 ) -> EncoderDecoderSpec:
-    """A network with layer norms, biases everywhere and a bias on its logits, from ids to ids."""
+    """Return a network with layer norms, biases everywhere, also on logits, from ids to ids."""
     tied, size = read.flag("tie_word_embeddings"), read.integer("vocab_size")
     return EncoderDecoderSpec(
         vocab_size=size,

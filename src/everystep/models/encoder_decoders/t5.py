@@ -95,7 +95,7 @@ def _names(stack: str, *, gated: bool) -> StackNames:
 
 
 def t5_parameters(spec: EncoderDecoderSpec) -> list[Parameter]:
-    """Every tensor of the network, each with its names."""
+    """Return every tensor of the network, each with its names."""
     names = partial(_names, gated=spec.decoder.mlp.gated)
     stacks = names("encoder"), names("decoder")
     return encoder_decoder_parameters(spec, EncoderDecoderNames("shared.weight", *stacks))

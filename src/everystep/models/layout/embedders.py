@@ -48,7 +48,7 @@ class PatchEncoder:
 
     @property
     def shape(self) -> tuple[int | None, ...]:
-        """That of one normalised picture."""
+        """The shape of one normalised picture."""
         return self.spec.channels, self.spec.side, self.spec.side
 
     @property
@@ -57,7 +57,7 @@ class PatchEncoder:
         return self.spec.patch_id
 
     def misfits(self, value: Tensor) -> Iterator[Misfit]:
-        """Bytes in place of normalised floats, and numbers that are none."""
+        """Yield bytes in place of normalised floats, and numbers that are none."""
         if not value.is_floating_point():
             yield "a picture is not normalised", "floats, 0 for medium grey", value.dtype
             return
@@ -68,7 +68,7 @@ class PatchEncoder:
             yield "a pixel is not a finite number", "finite numbers", got
 
     def __call__(self, values: Tensor) -> Tensor:
-        """(b, channels, side, side) -> (b, patches, E)."""
+        """Embed (b, channels, side, side) -> (b, patches, E)."""
         with torch.no_grad():
             return torch.stack([self._embedded(one) for one in values])
 
@@ -104,7 +104,7 @@ class BoxEncoder:
         return self.spec.box_id
 
     def misfits(self, value: Tensor) -> Iterator[Misfit]:
-        """Numbers that are not whole, and boxes that leave the page or are turned around."""
+        """Yield numbers that are not whole, and boxes that leave the page or are turned around."""
         page = f"numbers from 0 to {FARTHEST}, thousandths of the page"
         if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
             yield "boxes are not made of whole numbers", page, value.dtype
@@ -122,13 +122,13 @@ class BoxEncoder:
                 yield f"box {index} {what}", wanted, value[index].tolist()
 
     def __call__(self, values: Tensor) -> list[Tensor]:
-        """(b, n, 4) -> b tensors (m, E), without those of padding."""
+        """Embed (b, n, 4) -> b tensors (m, E), without those of padding."""
         with torch.no_grad():
             values = values.to(self.x.device, torch.int64)
             return [self._embedded(row[(row != PADDING).any(-1)]) for row in values]
 
     def _embedded(self, boxes: Tensor) -> Tensor:
-        """(m, 4) -> (m, E)."""
+        """Embed (m, 4) -> (m, E)."""
         left, top, right, bottom = boxes.unbind(-1)
         edges = (self.x[left], self.y[top], self.x[right], self.y[bottom])
         extents = (self.h[bottom - top], self.w[right - left])
@@ -136,7 +136,7 @@ class BoxEncoder:
 
 
 def plan_embedders(spec: LayoutSpec) -> tuple[EncoderPlan, ...]:
-    """Both embedders, before their weights are loaded."""
+    """Return both embedders, before their weights are loaded."""
 
     def patches(loader: WeightLoader) -> PatchEncoder:
         kernel, bias, places = _taken(loader, _PIXELS, "kernel", "kernel_bias", "places")

@@ -49,10 +49,10 @@ class Page:
     size: tuple[float, ...] | None = None
 
     def boxes(self, pixels: tuple[int, int]) -> Tensor:
-        """(n, 4) edges in thousandths of the page, in order, and none beyond it.
+        """Return (n, 4) edges in thousandths of the page, in order, and none beyond it.
 
-        `pixels`: width and height of its picture. RequestError for a box that has nothing on the
-        page, as where boxes and size are in different units.
+        `pixels`: width and height of its picture. Raise RequestError for a box that has nothing on
+        the page, as where boxes and size are in different units.
         """
         width, height = self.size or pixels
         found = [_thousandths(one, width, height) for one in self.lines]
@@ -64,11 +64,11 @@ LinesLike = str | os.PathLike[str] | Page | Mapping[str, Any] | Iterable[Any]
 
 
 def read_page(given: LinesLike, size: Sequence[float] | None = None) -> Page:
-    """The lines of a page that have a text, in their order.
+    """Read the lines of a page that have a text, in their order.
 
     A file holds `{"lines": [{"text": ..., "box": [left, top, right, bottom]}, ...]}`, and perhaps
     the `width` and `height` of the page in the unit of the boxes; other keys are left alone. A
-    `size` that is given goes before those. FormatError for a file that is too large or holds
+    `size` that is given goes before those. Raise FormatError for a file that is too large or holds
     something else, RequestError for lines that are given and are none.
     """
     if isinstance(given, str | os.PathLike):
@@ -112,7 +112,7 @@ def _line(given: Any, number: int, name: str) -> Line:
 
 
 def _numbers(given: Any, count: int, name: str) -> tuple[float, ...]:
-    """So many finite numbers; FormatError for anything else."""
+    """Return so many finite numbers; raise FormatError for anything else."""
     values = given.tolist() if isinstance(given, np.ndarray | Tensor) else given
     right = isinstance(values, list | tuple) and len(values) == count
     if not right or not all(type(one) in (int, float) and abs(one) < _BEYOND for one in values):
@@ -135,7 +135,7 @@ def _thousandths(line: Line, width: float, height: float) -> list[int]:
 
 
 def pixels_of(picture: Image, spec: LayoutSpec) -> Tensor:
-    """(3, side, side) float32, from -1 to 1."""
+    """Return (3, side, side) float32, from -1 to 1."""
     from PIL.Image import Resampling
 
     scaled = picture.resize((spec.side, spec.side), Resampling.BILINEAR)

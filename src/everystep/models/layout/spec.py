@@ -45,12 +45,12 @@ class LayoutSpec:
 
     @property
     def patches(self) -> int:
-        """How many patches a picture has."""
+        """The number of patches of a picture."""
         return (self.side // self.patch) ** 2
 
 
 def read_layout(config: Mapping[str, Any]) -> LayoutSpec:
-    """The embedders that a configuration describes; FormatError where they cannot be.
+    """Read the embedders that a configuration describes; raise FormatError where they cannot be.
 
     Sizes stand in `layout_config` under LayoutLMv3's names, those of its large model where they
     are left out. What else such a configuration says concerns layers that are not used here.

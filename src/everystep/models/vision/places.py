@@ -29,7 +29,7 @@ class Extent:
 
 
 def patch_places(grid: Grid, merge: int) -> Tensor:
-    """(2, h * w) row and column of every patch of a frame group."""
+    """Return (2, h * w) row and column of every patch of a frame group."""
     _, height, width = grid
     places = torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"))
     blocks = places.view(2, height // merge, merge, width // merge, merge)
@@ -37,7 +37,7 @@ def patch_places(grid: Grid, merge: int) -> Tensor:
 
 
 def table_places(places: Tensor, grid: Grid, side: int) -> tuple[Tensor, Tensor]:
-    """(h * w, 4) entries of a table of `side` times `side` around every patch, and their shares.
+    """Return (h * w, 4) entries around every patch of a table of `side` times `side`, and shares.
 
     The corners of the picture meet those of the table.
     """
@@ -49,8 +49,10 @@ def table_places(places: Tensor, grid: Grid, side: int) -> tuple[Tensor, Tensor]
 
 
 def _neighbours(index: Tensor, size: int, side: int) -> tuple[Tensor, Tensor]:
-    """(n, 2) the two entries of a line of `side` between which each of `size` places lies, and
-    float32 shares."""
+    """Return (n, 2) the two entries of a line of `side` between which each of `size` places lies.
+
+    Their shares are float32.
+    """
     exact = index.float() * (side - 1) / torch.tensor(max(size - 1, 1))
     floor, steps = exact.floor(), torch.arange(2)
     entries = (floor.long()[:, None] + steps).clamp(0, side - 1)
@@ -58,7 +60,7 @@ def _neighbours(index: Tensor, size: int, side: int) -> tuple[Tensor, Tensor]:
 
 
 def window_places(grid: Grid, merge: int, window: int) -> tuple[Tensor, list[int]]:
-    """The features of a frame group window by window, and how many patches each window has."""
+    """Return the features of a frame group by windows, and how many patches each window has."""
     rows, columns = grid[1] // merge, grid[2] // merge
     numbers = torch.arange(rows * columns).view(rows, columns)
     bands = [numbers[at : at + window] for at in range(0, rows, window)]
@@ -71,7 +73,7 @@ def window_places(grid: Grid, merge: int, window: int) -> tuple[Tensor, list[int
 
 
 def kinds_of(spec: VisionSpec, ids: np.ndarray) -> np.ndarray:
-    """(n,) what stands at each position."""
+    """Return (n,) what stands at each position."""
     found = np.where(ids == spec.image_token, IMAGE, TEXT)
     return np.where(ids == spec.video_token, VIDEO, found)
 
@@ -79,13 +81,13 @@ def kinds_of(spec: VisionSpec, ids: np.ndarray) -> np.ndarray:
 def rope_index(
     spec: VisionSpec, kinds: np.ndarray, images: Iterable[Extent], videos: Iterable[Extent]
 ) -> tuple[np.ndarray, int]:
-    """(3, n) time, row and column of every position of a prompt without padding, and the position
-    id of what comes next.
+    """Return (3, n) time, row and column of every position of a prompt without padding.
 
-    Text goes on by one on all axes; features of a picture stand at the row and column of theirs,
-    counted from where the picture begins, and what follows goes on behind the longer side of it.
-    RequestError where placeholders and pictures do not fit together. Source: Wang et al. 2024
-    (M-RoPE); `get_rope_index` of transformers.
+    The second value is the position id of what comes next. Text goes on by one on all axes;
+    features of a picture stand at the row and column of theirs, counted from where the picture
+    begins, and what follows goes on behind the longer side of it. Raise RequestError where
+    placeholders and pictures do not fit together. Source: Wang et al. 2024 (M-RoPE);
+    `get_rope_index` of transformers.
     """
     parts = {
         IMAGE: _frames(spec, images, apart=True),
@@ -112,7 +114,7 @@ def rope_index(
 
 
 def misplaced(kind: int, wanted: object, got: object) -> RequestError:
-    """The error for placeholders that do not fit the pictures of a prompt."""
+    """Return the error for placeholders that do not fit the pictures of a prompt."""
     name = {IMAGE: "image", VIDEO: "video"}[kind]
     return RequestError(
         f"the {name} placeholders of a prompt do not fit its {name}s",
@@ -130,8 +132,10 @@ def _end_of_run(kinds: np.ndarray, start: int) -> int:
 def _frames(
     spec: VisionSpec, pictures: Iterable[Extent], apart: bool
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """(3, n) places of features that stand together, from 0 on, and how far text goes on behind
-    them."""
+    """Yield (3, n) places of features that stand together, from 0 on.
+
+    The second value says how far text goes on behind them.
+    """
     for one in pictures:
         frames, rows, columns = one.grid[0], one.grid[1] // spec.merge, one.grid[2] // spec.merge
         step = 1.0 if spec.time_step is None else spec.time_step * one.seconds
@@ -142,6 +146,6 @@ def _frames(
 
 
 def _times(frames: int, step: float) -> Sequence[int]:
-    """Positions of frame groups, whole numbers, each rounded down as float32 has it."""
+    """Return positions of frame groups, whole numbers, each rounded down as float32 has it."""
     times: list[int] = (torch.arange(frames) * step).long().tolist()
     return times

@@ -49,10 +49,10 @@ class VisionSpec:
 
     @property
     def patch_size(self) -> int:
-        """How many values a patch has."""
+        """The number of values of a patch."""
         return self.channels * self.frames * self.patch**2
 
     def features(self, grid: Grid) -> int:
-        """How many features a picture has."""
+        """Return how many features a picture has."""
         frames, height, width = grid
         return frames * height * width // self.merge**2

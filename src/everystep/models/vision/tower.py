@@ -48,7 +48,7 @@ class Merger:
     down: LinearMap
 
     def __call__(self, hidden: Tensor, size: int) -> Tensor:
-        """(n, D) -> (n * D / size, out)."""
+        """Merge (n, D) -> (n * D / size, out)."""
         read = self.norm(hidden.view(-1, self.norm.weight.shape[0])).view(-1, size)
         return self.down(F.gelu(self.up(read)))
 
@@ -68,8 +68,10 @@ class VisionTower:
     mergers: tuple[Merger, ...]
 
     def encode(self, pixels: Tensor, grid: Grid) -> tuple[Tensor, Tensor | None]:
-        """The patches (t * h * w, values) of a picture -> its features (n, E), and those of its
-        taps (n, taps, E), if there are any."""
+        """Turn the patches (t * h * w, values) of a picture into its features (n, E).
+
+        The second value is the features of its taps (n, taps, E), if there are any.
+        """
         spec, like = self.spec, self.patch
         places = patch_places(grid, spec.merge)
         hidden = F.linear(pixels.to(like), like.flatten(1), self.patch_bias)
@@ -94,21 +96,23 @@ class VisionTower:
         return self._merged(self.mergers[0], hidden, order, grid), deep
 
     def _windows(self, grid: Grid) -> tuple[Tensor | None, list[int]]:
-        """The order of a frame group's features in which windows lie one after another, and how
-        many patches each has."""
+        """Return the order of a frame group's features in which windows lie one after another.
+
+        The second value says how many patches each window has.
+        """
         if self.spec.window is None:
             return None, [grid[1] * grid[2]]
         return window_places(grid, self.spec.merge, self.spec.window)
 
     def _moved(self, x: Tensor, order: Tensor | None, grid: Grid) -> Tensor:
-        """(t * h * w, ...) patches in the order of their features."""
+        """Return (t * h * w, ...) patches in the order of their features."""
         if order is None:
             return x
         groups = x.view(grid[0], -1, self.spec.merge**2, x.shape[-1])
         return groups[:, order.to(x.device)].flatten(0, 2)
 
     def _merged(self, merger: Merger, hidden: Tensor, order: Tensor | None, grid: Grid) -> Tensor:
-        """(n, E) the features of patches (t * h * w, D), as they lie in the picture."""
+        """Return (n, E) the features of patches (t * h * w, D), as they lie in the picture."""
         found = merger(hidden, self.spec.width * self.spec.merge**2)
         if order is None:
             return found
@@ -116,8 +120,10 @@ class VisionTower:
         return groups[:, order.argsort().to(found.device)].flatten(0, 1)
 
     def _turns(self, places: Tensor, frames: int) -> tuple[Tensor, Tensor]:
-        """(t * h * w, 1, head) cos and sin, float32: half of the pairs turn by the row, half by the
-        column."""
+        """Return (t * h * w, 1, head) cos and sin, float32.
+
+        Half of the pairs turn by the row, half by the column.
+        """
         size = self.spec.width // self.spec.heads
         frequencies = inverse_frequencies(size // 2, self.spec.theta).to(places.device)
         angles = (places[:, :, None].float() * frequencies).flatten(1)
@@ -146,7 +152,7 @@ class VisionTower:
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns (n, H, D) in float32, whatever its type, as in transformers."""
+    """Turn (n, H, D) in float32, whatever its type, as in transformers."""
     exact = x.float()
     low, high = exact.chunk(2, dim=-1)
     return (exact * cos + torch.cat((-high, low), dim=-1) * sin).to(x.dtype)
@@ -156,7 +162,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def vision_parameters(spec: VisionSpec, names: Mapping[str, str]) -> Iterator[Parameter]:
-    """Every tensor of a tower; `names`: what the checkpoint calls them."""
+    """Yield every tensor of a tower; `names`: what the checkpoint calls them."""
     side, kind = spec.patch, NormSpec(spec.norm, _EPS, bias=spec.norm == "layer")
     shape = (spec.width, spec.channels, spec.frames, side, side)
     yield parameter("vision.patch", f"{names['patch']}.weight", *shape)
@@ -186,7 +192,7 @@ def vision_parameters(spec: VisionSpec, names: Mapping[str, str]) -> Iterator[Pa
 
 
 def assemble_tower(spec: VisionSpec, loader: WeightLoader) -> VisionTower:
-    """A tower from its parameters, in floats."""
+    """Assemble a tower from its parameters, in floats."""
     floats = replace(loader, rounding=None, panels=False)
     kind = NormSpec(spec.norm, _EPS, bias=spec.norm == "layer")
     return VisionTower(

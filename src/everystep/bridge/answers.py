@@ -15,7 +15,7 @@ from everystep.types import Answer
 
 
 def answer_of(output: Any, block: Block, row: int, sheet: Sheet) -> Answer:
-    """What the feed in this row of the block wanted, from the forward that extended the sheet."""
+    """Return what the feed in this row of the block wanted, from the forward of the sheet."""
     extra, before = block.extras[row], "decoder_" if sheet.encoded is not None else ""
     own = slice(int(block.empty[row]), None)
     layers = attentions = across = hidden = None
@@ -38,7 +38,7 @@ def answer_of(output: Any, block: Block, row: int, sheet: Sheet) -> Answer:
 def early_of(
     output: Any, layers: Sequence[int], row: int, count: int, head: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """(layers, count, V) what the head makes of the last positions of a row before some layers."""
+    """Return (layers, count, V): what the head makes of a row's end before some layers."""
     found = _shown(output, "hidden_states")
     states = torch.stack([found[layer][row, found[layer].shape[1] - count :] for layer in layers])
     return head(states)

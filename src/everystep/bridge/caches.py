@@ -32,16 +32,16 @@ _DO = "Fill a DynamicCache(config=model.config), or leave past_key_values out"
 
 
 def is_foreign(cache: object) -> bool:
-    """Whether it is a cache object, and not one of this library."""
+    """Return whether it is a cache object, and not one of this library."""
     holds = hasattr(cache, "layers") or hasattr(cache, "self_attention_cache")
     return holds and not isinstance(cache, Cache)
 
 
 def own_cache(cache: Any, stores: Sequence[Sequence[Store]]) -> Cache:
-    """A cache of this library that holds what the other one holds, R rows as they lie in it.
+    """Return a cache of this library that holds what the other one holds, R rows as they lie in it.
 
-    `stores`: what each layer of the module keeps of a row. RequestError for kinds of caches whose
-    content cannot be read, or has lost positions that the module still looks at.
+    `stores`: what each layer of the module keeps of a row. Raise RequestError for kinds of caches
+    whose content cannot be read, or has lost positions that the module still looks at.
     """
     kept = [store[0] for store in stores]
     if not hasattr(cache, "self_attention_cache"):
@@ -55,7 +55,10 @@ def _halves(cache: Any) -> tuple[Any, Any]:
 
 
 def _read(cache: Any, stores: Sequence[Store] | None) -> DynamicCache:
-    """`stores`: what each layer keeps, None for encoder states, all of which are kept."""
+    """Read the layers of a cache object.
+
+    `stores`: what each layer keeps, None for encoder states, all of which are kept.
+    """
     if getattr(cache, "offloading", False):
         _refuse("waits in the memory of the host", "a cache that is not offloaded", "offloading")
     layers = list(cache.layers)
@@ -88,8 +91,10 @@ def _read(cache: Any, stores: Sequence[Store] | None) -> DynamicCache:
 
 
 def foreign_cache(cache: Cache, form: Any, into: Any = None) -> Any:
-    """A cache object of the other library that holds what ours holds, with layers like those of
-    `form`; the object `into`, whose layers are replaced, if there is one."""
+    """Return a cache object of the other library that holds what ours holds.
+
+    Its layers are like those of `form`; those of the object `into` are replaced, if there is one.
+    """
     own, across = cache, None
     if isinstance(cache, EncoderDecoderCache):
         own, across = _halves(cache)

@@ -34,14 +34,14 @@ class Block:
 
     @classmethod
     def of(cls, work: Work, feeds: Sequence[int]) -> Block:
-        """The rectangle that is as long as the longest of the feeds."""
+        """Make the rectangle that is as long as the longest of the feeds."""
         counts = work.counts[list(feeds)]
         length = int(counts.max())
         extras = [work.extras.get(feed, _PLAIN) for feed in feeds]
         return cls(work, feeds, length, length - counts, extras)
 
     def tokens(self) -> np.ndarray:
-        """(R, length) ids, 0 where there is none."""
+        """Return (R, length) ids, 0 where there is none."""
         work, offsets = self.work, self.work.offsets
         if len(self.feeds) == len(work.rows) and not self.empty.any():
             return work.tokens.reshape(len(self.feeds), self.length).clip(min=0)
@@ -52,7 +52,7 @@ class Block:
         return table.clip(min=0)
 
     def positions(self) -> Tensor:
-        """(R, length) position ids, or (axes, R, length); 0 where there is none."""
+        """Return (R, length) position ids, or (axes, R, length); 0 where there is none."""
         extras = self.extras
         starts = self.work.starts[list(self.feeds)] - self.empty
         plain = torch.from_numpy((starts[:, None] + np.arange(self.length)).clip(min=0))
@@ -65,7 +65,7 @@ class Block:
         return places
 
     def embeds(self, foreign: Foreign, ids: Tensor) -> Tensor | None:
-        """(R, length, E) what is read, where a feed brings embeddings."""
+        """Return (R, length, E): what is read, where a feed brings embeddings."""
         given = [
             (row, int(self.empty[row]) + one.start, one.values)
             for row, extra in enumerate(self.extras)
@@ -80,8 +80,10 @@ class Block:
         return hidden
 
     def named(self) -> dict[str, Tensor]:
-        """(R, length, ...) of what is given per position by name, 0 where there is none, and what
-        a prompt is given as a whole, which is alone then."""
+        """Return (R, length, ...): what is given per position by name, 0 where there is none.
+
+        What a prompt is given as a whole is among it; such a prompt is alone.
+        """
         found: dict[str, Tensor] = {}
         for row, extra in enumerate(self.extras):
             for name, start, values in extra.inputs:
@@ -96,7 +98,7 @@ class Block:
         return found
 
     def mask(self, sheet: Sheet, dtype: torch.dtype) -> Tensor | None:
-        """(R, heads, length, width) to be added to attention scores, where feeds bring masks."""
+        """Return (R, heads, length, width) to add to attention scores, where feeds bring masks."""
         masks = [extra.mask for extra in self.extras]
         if masks[0] is None:
             return None
@@ -109,7 +111,7 @@ class Block:
         return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
 
     def names(self) -> list[str] | None:
-        """(R,) the adapter of each row, where a feed asks for one."""
+        """Return (R,) the adapter of each row, where a feed asks for one."""
         asked = [extra.adapters for extra in self.extras]
         if not any(asked):
             return None
@@ -125,7 +127,7 @@ class Block:
 
 
 def kind_of(extra: Extra | None) -> tuple[object, ...] | None:
-    """What feeds of one forward have in common; None for plain ones."""
+    """Return what feeds of one forward have in common; None for plain ones."""
     if extra is None:
         return None
     embeds = any(one.name == "embeds" for one in extra.inputs)
@@ -140,7 +142,7 @@ def kind_of(extra: Extra | None) -> tuple[object, ...] | None:
 
 
 def step_of(work: Work, feeds: Sequence[int], step: int) -> Work:
-    """The work of the position `step` of feeds that are equally long."""
+    """Return the work of the position `step` of feeds that are equally long."""
     index = list(feeds)
     last = int(work.counts[index[0]]) - step
     tokens = work.tokens[work.offsets[index] + step]
@@ -166,13 +168,13 @@ def _step_of_extra(extra: Extra, step: int, width: int) -> Extra:
 
 
 def axes_of(extra: Extra) -> int:
-    """How many axes the position ids of a feed have; 1 where it brings none."""
+    """Return how many axes the position ids of a feed have; 1 where it brings none."""
     given = extra.positions
     return 1 if given is None or given.dim() == 1 else len(given)
 
 
 def arguments(block: Block, sheet: Sheet, foreign: Foreign, findings: Findings) -> dict[str, Any]:
-    """What the module is called with to extend the sheet by the block."""
+    """Return what the module is called with to extend the sheet by the block."""
     device, names = foreign.device, foreign.names
     ids = torch.from_numpy(block.tokens()).to(device)
     seen = sheet.shown(sheet.width + block.length)

@@ -46,7 +46,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForeignNetwork:
-    """What the api asks of the network of a model; it declares no inputs of its own."""
+    """The network of a wrapped model, as the api asks for it; it declares no inputs of its own."""
 
     spec: Shape
     stores: tuple[tuple[Store, ...], ...]
@@ -60,7 +60,7 @@ class ForeignNetwork:
 
     @property
     def inputs(self) -> tuple[InputSpec, ...]:
-        """What the module takes by name beside ids or embeddings."""
+        """The inputs that the module takes by name beside ids or embeddings."""
         return declared(self.foreign)
 
     @property
@@ -69,11 +69,11 @@ class ForeignNetwork:
         return None
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(...,) ids -> (..., E)."""
+        """Embed ids (...,) -> (..., E)."""
         return self.foreign.embed(tokens)
 
     def embed_source(self, tokens: Tensor) -> Tensor:
-        """(...,) ids that an encoder reads -> (..., E)."""
+        """Embed ids (...,) that an encoder reads -> (..., E)."""
         return self.foreign.embed(tokens)
 
 
@@ -94,7 +94,7 @@ class ForeignModel:
         self.network = ForeignNetwork(shape, stores, self.foreign.encodes, self.foreign)
 
     def __eq__(self, other: object) -> bool:
-        """Whether both drive one module, as it lay when they were made."""
+        """Return whether both drive one module, as it lay when they were made."""
         if not isinstance(other, ForeignModel):
             return NotImplemented
         one, two = self.foreign, other.foreign
@@ -111,7 +111,7 @@ class ForeignModel:
 
     @property
     def inputs(self) -> tuple[InputSpec, ...]:
-        """What prompts may bring beside ids or embeddings."""
+        """The inputs that prompts may bring beside ids or embeddings."""
         return self.network.inputs
 
     @property
@@ -126,7 +126,7 @@ class ForeignModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
+        """The device of the weights."""
         return self.foreign.device
 
     @property
@@ -135,12 +135,15 @@ class ForeignModel:
         return self.findings.vocab_size
 
     def embed(self, ids: Tensor) -> Tensor:
-        """(..., E) embeddings of ids (...,)."""
+        """Return (..., E) embeddings of ids (...,)."""
         return self.foreign.embed(ids)
 
     def digest(self) -> str:
-        """Equal for modules of one class and configuration, with the same adapters at work, whose
-        weights agree in name, type, size and 64 values each."""
+        """Return a digest of the module.
+
+        It is equal for modules of one class and configuration, with the same adapters at work,
+        whose weights agree in name, type, size and 64 values each.
+        """
         module, digest = self.foreign.module, hashlib.sha256()
         config = {k: v for k, v in self.foreign.config.to_dict().items() if k not in _NAMING}
         active = getattr(module, "active_adapters", ())
@@ -156,28 +159,31 @@ class ForeignModel:
         return digest.hexdigest()
 
     def executor(self) -> ForeignExecutor:
-        """A fresh executor without rows."""
+        """Open an executor without rows."""
         own = prepares(self.foreign.base)
         return ForeignExecutor(self.foreign, self.findings, own=own)
 
     def media(self, given: Mapping[str, Any], ids: Sequence[np.ndarray], length: int) -> Media:
-        """What rows of `length` positions, whose ids these are, are given by name."""
+        """Return what rows of `length` positions, whose ids these are, are given by name."""
         return Media(self.foreign, given, ids, length)
 
     def placed(self, prompt: Prompt) -> Prompt:
-        """The prompt, with the positions that the module finds for what it is given."""
+        """Return the prompt, with the positions that the module finds for what it is given."""
         with ordinary_mode(), self.foreign.at_rest(self.foreign.parts()):
             return placed(self.foreign, prompt)
 
     def own_cache(self, passed: Any) -> Any:
-        """What was passed as `past_key_values`, as a cache of this library where it can be one."""
+        """Return the passed `past_key_values`, as a cache of this library where it can be one."""
         if not is_foreign(passed) or not self.findings.exports:
             return passed
         return own_cache(passed, self.findings.stores)
 
     def returned_cache(self, cache: Cache, passed: Any) -> Any:
-        """What a caller gets who passed the other: that object, filled, if it is foreign; a new one
-        of the module's kind for nothing; else the cache itself."""
+        """Return what a caller gets who passed the other.
+
+        That is the same object, filled, if it is foreign; a new one of the module's kind for
+        nothing; else the cache itself.
+        """
         growing = isinstance(own_half(cache), DynamicCache)
         if is_foreign(passed) or (passed is None and growing):
             return foreign_cache(cache, self.findings.cache, passed)
@@ -189,7 +195,7 @@ class ForeignModel:
         return self.foreign.source
 
     def sources(self, given: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-        """(B,) what the encoder reads of each row, of what is given by name for all of them."""
+        """Return (B,) what the encoder reads of each row, of what is given by name for all."""
         name = str(self.source)
         if "attention_mask" in given and "attention_mask" not in self.foreign.heard:
             do = "Leave attention_mask out"
@@ -201,12 +207,15 @@ class ForeignModel:
         return self.media(given, rows, -1).wholes
 
     def real_states(self, mask: Tensor, length: int) -> Tensor:
-        """(B, S) int64: which of S encoder states are real where `mask` says so of the source."""
+        """Return (B, S) int64: which of S encoder states are real; `mask` is of the source."""
         return self.foreign.real_states(mask, length).long()
 
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
-        """Encoder states (S, E) of one prompt, those of padding left out; `heard` gets what layers
-        show. RequestError where the encoder refuses what it is given by name."""
+        """Return encoder states (S, E) of one prompt, without padding; `heard` gets what layers
+        show.
+
+        Raise RequestError where the encoder refuses what it is given by name.
+        """
         read = self._read(prompt)
         with ordinary_mode(), self.foreign.at_rest(self.foreign.parts()):
             shows = {} if heard is None else {"output_hidden_states": True}
@@ -229,7 +238,7 @@ class ForeignModel:
         return states
 
     def _read(self, prompt: Prompt) -> dict[str, Tensor]:
-        """What the encoder is given for the prompt, by name, in a batch of one."""
+        """Return what the encoder is given for the prompt, by name, in a batch of one."""
         read = {name: batched(name, one) for name, one in prompt.whole.items()}
         if self.source is not None:
             return read

@@ -59,7 +59,7 @@ class ForeignExecutor:
         self.abilities = self._able()
 
     def embed(self, ids: Tensor) -> Tensor:
-        """(n,) ids -> (n, E) their embeddings, on the device of the module."""
+        """Embed ids (n,) -> (n, E), on the device of the module."""
         with torch.no_grad():
             return self._foreign.embed(ids.to(self.device))
 
@@ -85,8 +85,8 @@ class ForeignExecutor:
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want.
 
-        `logits` are float64 for a float64 model and float32 otherwise. CapacityError where memory
-        runs out. After any error or interrupt the executor can be used, but has no rows.
+        `logits` are float64 for a float64 model and float32 otherwise. Raise CapacityError where
+        memory runs out. After any error or interrupt the executor can be used, but has no rows.
         """
         if not self._parts or any(verb[0] == "allocate" for verb in work.verbs):
             self._parts = self._foreign.parts()
@@ -100,13 +100,13 @@ class ForeignExecutor:
         return output
 
     def audit(self) -> dict[int, int]:
-        """Row -> cached positions, for every row that is allocated."""
+        """Return how many positions are cached in every row that is allocated."""
         if self._cut_short:
             return {}
         return {row: place.length for row, place in self._places.items()}
 
     def export(self, row: int) -> Past:
-        """What the row holds, as a copy."""
+        """Return what the row holds, as a copy."""
         with ordinary_mode(), torch.no_grad():
             return past_of_row(self._places[row])
 
@@ -125,12 +125,12 @@ class ForeignExecutor:
                 self._drop([places.pop(row)] if row in places else [])
 
     def _drop(self, places: Iterable[Place]) -> None:
-        """Rows are gone; those from which tokens were chosen are remembered."""
+        """Drop rows; remember those from which tokens were chosen."""
         rows = (place.carried for place in places if place.carried is not None)
         self._freed += [row for row in rows if row.chosen]
 
     def _begun(self, work: Work, row: int) -> Place:
-        """The place of a new row, with what it holds from the start."""
+        """Return the place of a new row, with what it holds from the start."""
         states, past = work.encoders.get(row), work.pasts.get(row)
         carried = Carried() if self._own else None
         if past is None:
@@ -143,7 +143,7 @@ class ForeignExecutor:
         return Place(sheet, 0, past.length, states, carried)
 
     def _sheet(self, places: list[Place]) -> Sheet:
-        """A sheet with these places, in this order, and nothing after them."""
+        """Return a sheet with these places, in this order, and nothing after them."""
         first = places[0].on
         if len(places) == len(first.leads) and all(
             place.sheet is first
@@ -170,14 +170,14 @@ class ForeignExecutor:
         return made
 
     def _seen(self, leads: np.ndarray, width: int) -> Tensor:
-        """(R, width and more) int64, 0 in the empty columns of each row."""
+        """Return (R, width and more) int64, 0 in the empty columns of each row."""
         seen = torch.ones(len(leads), width + _ROOM, dtype=torch.int64)
         for row in leads.nonzero()[0].tolist():
             seen[row, : leads[row]] = 0
         return seen.to(self.device)
 
     def _encoded(self, states: list[Tensor | None], width: int = 0) -> tuple[Tensor, Tensor]:
-        """(R, S, E) encoder states and (R, S) which are real; S is at least `width`."""
+        """Return (R, S, E) encoder states and (R, S) which are real; S is at least `width`."""
         rows = [one for one in states if one is not None]
         width = max(width, *map(len, rows))
         real = torch.zeros(len(rows), width, dtype=torch.int64)
@@ -206,7 +206,7 @@ class ForeignExecutor:
         return StepOutput(_wide(torch.cat([found[feed] for feed in sorted(found)])), answers)
 
     def _together(self, work: Work) -> list[list[int]]:
-        """The feeds, those together that share a forward."""
+        """Return the feeds, those together that share a forward."""
         groups: dict[Any, list[int]] = {}
         ragged, extras = self._findings.ragged, work.extras
         for feed, (row, count) in enumerate(zip(work.rows, work.counts, strict=True)):
@@ -228,7 +228,7 @@ class ForeignExecutor:
         return list(groups.values())
 
     def _forward(self, work: Work, feeds: list[int], answers: dict[int, Answer]) -> Tensor:
-        """(R, n, V) logits of the last n positions of the feeds, n as many as one of them wants."""
+        """Return (R, n, V) logits of the last n positions of the feeds; n is the most wanted."""
         block = Block.of(work, feeds)
         places = [self._places[row] for row in work.rows[feeds].tolist()]
         if places[0].length and block.length > 1 and not self._findings.several:
@@ -252,7 +252,10 @@ class ForeignExecutor:
         return logits
 
     def _called(self, block: Block, place: Place, sheet: Sheet, given: dict[str, Any]) -> Any:
-        """What the module returns; RequestError where it refuses what a prompt is given."""
+        """Return what the module returns.
+
+        Raise RequestError if it refuses what a prompt is given.
+        """
         try:
             if place.carried is not None:
                 return self._called_as_it_says(block, place, place.carried, sheet, given)
@@ -265,8 +268,10 @@ class ForeignExecutor:
             raise refused(whole, error) from error
 
     def _prepared(self, block: Block, places: list[Place]) -> tuple[Sheet, dict[str, Any]]:
-        """The sheet that a forward extends, without a cache yet where rows begin, and what the
-        module is called with."""
+        """Return the sheet that a forward extends, and what the module is called with.
+
+        Where rows begin, the sheet has no cache yet.
+        """
         foreign, findings = self._foreign, self._findings
         spare = 0
         if findings.cuts and self._forgets:
@@ -284,7 +289,7 @@ class ForeignExecutor:
     def _called_as_it_says(
         self, block: Block, place: Place, carried: Carried, sheet: Sheet, given: dict[str, Any]
     ) -> Any:
-        """What the module returns for a row whose inputs it prepares itself."""
+        """Return what the module returns for a row whose inputs it prepares itself."""
         foreign = self._foreign
         cache = emptied(self._findings.cache) if sheet.cache is None else sheet.cache
         prepared, told = carried.prepared(foreign, given, cache, place.length)

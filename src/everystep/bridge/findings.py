@@ -27,17 +27,17 @@ class Findings:
 
     @property
     def linear(self) -> bool:
-        """Whether all layers hold states, so that nothing counts columns."""
+        """True if all layers hold states, so that nothing counts columns."""
         return all(is_linear(one) and not is_kept(one) for one in layers_of(self.cache))
 
     @property
     def forgets(self) -> bool:
-        """Whether a layer loses what a row held when it goes on."""
+        """True if a layer loses what a row held when it goes on."""
         return any(is_linear(one) or window_of(one) for one in layers_of(self.cache))
 
     @property
     def exports(self) -> bool:
-        """Whether a row can be shown as keys and values, alike in all layers."""
+        """True if a row can be shown as keys and values, alike in all layers."""
         layers = layers_of(self.cache)
         shapes = {one.keys.shape[1::2] for one in layers if is_kept(one)}
         kept = all(is_kept(one) and not is_linear(one) for one in layers)
@@ -45,8 +45,10 @@ class Findings:
 
     @property
     def stores(self) -> tuple[tuple[Store, ...], ...]:
-        """What each layer keeps of a row, in the words of a network; states where the cache object
-        cannot be shown as keys and values."""
+        """The stores of each layer for a row, in the words of a network.
+
+        They are states where the cache object cannot be shown as keys and values.
+        """
         if not self.exports:
             return ((State(()),),)
         across = across_of_cache(self.cache)

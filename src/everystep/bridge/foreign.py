@@ -48,22 +48,22 @@ class Foreign:
 
     @property
     def positions(self) -> str | None:
-        """What a forward calls position ids, if it takes them for every position."""
+        """The name of position ids in a forward, if it takes them for every position."""
         return "position_ids" if "position_ids" in self.names and not self.encodes else None
 
     @property
     def weighs(self) -> bool:
-        """Whether its attention is of the kind that can show its weights."""
+        """True if its attention is of the kind that can show its weights."""
         return getattr(self.config, "_attn_implementation", "") == "eager"
 
     @property
     def encoder(self) -> Any:
-        """What reads the prompt of a module that encodes."""
+        """The part that reads the prompt of a module that encodes."""
         return self.base.get_encoder()  # type: ignore[operator]
 
     @property
     def embedding(self) -> nn.Module:
-        """What turns ids into embeddings."""
+        """The part that turns ids into embeddings."""
         return self.base.get_input_embeddings()  # type: ignore[operator]
 
     @property
@@ -74,13 +74,13 @@ class Foreign:
 
     @property
     def head(self) -> Callable[[Tensor], Tensor] | None:
-        """What makes logits of hidden states, where the module names it."""
+        """The part that makes logits of hidden states, where the module names it."""
         found: Any = getattr(self.base, "get_output_embeddings", lambda: None)()
         return cast("Callable[[Tensor], Tensor] | None", found)
 
     @property
     def tied(self) -> bool:
-        """Whether that reads the table of embeddings."""
+        """True if that reads the table of embeddings."""
         return getattr(self.head, "weight", None) is self.table
 
     @property
@@ -92,15 +92,15 @@ class Foreign:
         return (NOBODY, *tuner.peft_config) if mixes and "adapter_names" in takes else ()
 
     def call(self, given: Mapping[str, Any]) -> Any:
-        """What the module returns for these arguments; with `at_rest` around it."""
+        """Return what the module returns for these arguments; with `at_rest` around it."""
         return self.module(**given, use_cache=True, return_dict=True)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """(...,) ids -> (..., E)."""
+        """Embed ids (...,) -> (..., E)."""
         return self.embedding(ids)
 
     def encode(self, read: Mapping[str, Tensor], **shows: bool) -> Any:
-        """What the encoder returns for what it is given by name, its states (B, S, E) first.
+        """Return what the encoder returns for what it is given by name, its states (B, S, E) first.
 
         `shows`: `output_hidden_states`, `output_attentions`.
         """
@@ -108,8 +108,10 @@ class Foreign:
         return self.encoder(**given, return_dict=True, **shows)
 
     def real_states(self, mask: Tensor, length: int) -> Tensor:
-        """(B, S) bool: which of S encoder states are real where `mask` says what of the source is,
-        for sources that the encoder makes shorter."""
+        """Return (B, S) bool: which of S encoder states are real; `mask` is of the source.
+
+        This is for sources that the encoder makes shorter.
+        """
         for one in (self.base, *self.base.modules()):
             if (shorten := getattr(one, "_get_feature_vector_attention_mask", None)) is not None:
                 real: Tensor = shorten(length, mask.to(self.device)).bool()
@@ -117,13 +119,15 @@ class Foreign:
         return torch.ones(len(mask), length, dtype=torch.bool, device=self.device)
 
     def parts(self) -> tuple[nn.Module, ...]:
-        """The module and all modules inside it."""
+        """Return the module and all modules inside it."""
         return tuple(self.module.modules())
 
     @contextmanager
     def at_rest(self, parts: Iterable[nn.Module]) -> Iterator[None]:
-        """Within, these modules are in evaluation mode and no gradient is kept; afterwards their
-        modes and the attributes of the watched ones are what they were."""
+        """Put these modules into evaluation mode within, and keep no gradient.
+
+        Afterwards their modes and the attributes of the watched ones are what they were.
+        """
         trained = [one for one in parts if one.training]
         before = [(one, dict(vars(one)), dict(one._buffers)) for one in self.watched]
         try:
@@ -139,8 +143,7 @@ class Foreign:
                 one.training = True
 
     def watch(self, act: Callable[[], None]) -> None:
-        """Watches, beside those that are watched, the modules whose attributes `act` changes, and
-        puts those back now."""
+        """Watch also the modules whose attributes `act` changes, and put those back now."""
         before = [(one, dict(vars(one))) for one in self.parts()]
         act()
         changed = [(one, old) for one, old in before if _differs(vars(one), old)]
@@ -150,8 +153,11 @@ class Foreign:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside PEFT's wrappers; ModelClassError if it is none that has a configuration,
-    UnsupportedError for adapters that are virtual tokens."""
+    """Return the module inside PEFT's wrappers.
+
+    Raise ModelClassError if it is none that has a configuration, UnsupportedError for adapters that
+    are virtual tokens.
+    """
     while library(module) == _ADAPTERS:
         active = getattr(module, "active_peft_config", None)
         if getattr(active, "is_prompt_learning", False):
@@ -178,12 +184,12 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def library(module: object) -> str:
-    """The name of the library that the class of an object comes from."""
+    """Return the name of the library that the class of an object comes from."""
     return type(module).__module__.partition(".")[0]
 
 
 def _names_of_forward(kind: type) -> Iterator[str]:
-    """What a forward takes by name: also what it hands on to that of a class above."""
+    """Yield what a forward takes by name, also what it hands on to that of a class above."""
     for one in kind.__mro__:
         if "forward" not in vars(one):
             continue
@@ -197,7 +203,7 @@ def _names_of_forward(kind: type) -> Iterator[str]:
 
 
 def _with_own_buffers(module: nn.Module) -> Iterator[nn.Module]:
-    """Modules with buffers that no checkpoint has: tables that some models make anew as they go."""
+    """Return modules with buffers that no checkpoint has: tables that models make as they go."""
     return (one for one in module.modules() if one._non_persistent_buffers_set)
 
 

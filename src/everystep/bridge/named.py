@@ -54,7 +54,7 @@ _RANKS = {"input_features": 3, "pixel_values": 4, "flattened_patches": 3}
 
 
 def declared(foreign: Foreign) -> tuple[InputSpec, ...]:
-    """What a module takes beside ids or embeddings: its encoder, where one reads the prompt.
+    """Return what a module takes beside ids or embeddings; its encoder, where one reads the prompt.
 
     Positions that are generated are given zeros, or what transformers repeats: the last type.
     """
@@ -74,10 +74,10 @@ def declared(foreign: Foreign) -> tuple[InputSpec, ...]:
 
 
 class Media:
-    """What B rows of L positions are given by name: `tokens`: (B, L, ...) per position, by name;
-    `wholes`: (B,) what each row's prompt is given as a whole.
+    """The values that B rows of L positions are given by name.
 
-    `ids`: (B,) those of each row without padding, empty where they are not known.
+    `tokens`: (B, L, ...) per position, by name. `wholes`: (B,) what each row's prompt is given as a
+    whole. `ids`: (B,) those of each row without padding, empty where they are not known.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Media:
                     own[name] = one
 
     def _listed(self, name: str, value: list[Tensor | None]) -> list[Tensor | None]:
-        """(B,) a list that has what each row is given; per position it may be a batch of one."""
+        """Return (B,) what each row is given of a list; per position it may be a batch of one."""
         if len(value) != self._rows:
             do = "Pass one tensor per row of the prompt, None for rows without"
             what = f"{name} and the prompt differ in rows"
@@ -113,7 +113,7 @@ class Media:
         ]
 
     def _split(self, name: str, value: Tensor, others: Mapping[str, Any]) -> list[Tensor | None]:
-        """(B,) what each row has of a value."""
+        """Return (B,) what each row has of a value."""
         rows, media = self._rows, _is_media(name)
         if not media and tuple(value.shape[:2]) == (rows, self._length):
             return list(value)
@@ -136,7 +136,7 @@ class Media:
     def _shares(
         self, name: str, value: Tensor, others: Mapping[str, Any]
     ) -> list[Tensor | None] | None:
-        """(B,) the entries whose placeholders stand in each row, if they come out even."""
+        """Return (B,) the entries whose placeholders stand in each row, if they come out even."""
         kind = next((one for one in ("video", "audio") if one in name), "image")
         config = self._config
         token = getattr(config, f"{kind}_token_id", getattr(config, f"{kind}_token_index", None))
@@ -156,17 +156,17 @@ class Media:
 
 
 def batched(name: str, value: Tensor) -> Tensor:
-    """What an encoder reads of one row, in a batch of one."""
+    """Return what an encoder reads of one row, in a batch of one."""
     return value[None] if value.dim() == _RANKS.get(name, 2) - 1 else value
 
 
 def _is_media(name: str) -> bool:
-    """Whether an input never has one entry per position."""
+    """Return whether an input never has one entry per position."""
     return any(mark in name for mark in _MEDIA)
 
 
 def _read(name: str, value: Any) -> Any:
-    """A tensor, or a list of one per row; RequestError for anything else."""
+    """Return a tensor, or a list of one per row; raise RequestError for anything else."""
     if isinstance(value, list | tuple) and any(isinstance(one, Tensor | None) for one in value):
         return [None if one is None else _read(name, one) for one in value]
     try:
@@ -181,11 +181,10 @@ def _read(name: str, value: Any) -> Any:
 
 
 def placed(foreign: Foreign, prompt: Prompt) -> Prompt:
-    """The prompt with the positions that its module finds for what it is given as a whole, where
-    it has a way of its own to find them; they and those that follow say all, so that nothing on
-    the module counts.
+    """Return the prompt with the positions that its module finds for what it is given as a whole.
 
-    RequestError where what is given does not fit the ids.
+    The module must have a way of its own to find them; they and those that follow say all, so that
+    nothing on the module counts. Raise RequestError where what is given does not fit the ids.
     """
     own = [one for one in foreign.base.modules() if callable(getattr(one, _ROPE, None))]
     if not own or not prompt.whole:
@@ -218,7 +217,10 @@ def placed(foreign: Foreign, prompt: Prompt) -> Prompt:
 
 
 def _with_next(positions: Tensor, first: int) -> Tensor:
-    """(axes, L) positions, and that of the `first` generated token where it is not the next one."""
+    """Return (axes, L) positions, and that of the `first` generated token.
+
+    The latter is left out where it is the next one.
+    """
     last = int(positions.max())
     if first == last + 1:
         return positions
@@ -229,7 +231,7 @@ def _with_next(positions: Tensor, first: int) -> Tensor:
 
 
 def refused(whole: Mapping[str, Tensor], error: Exception) -> RequestError:
-    """The error of a module that was given something for a prompt that does not fit it."""
+    """Return the error of a module that was given something for a prompt that does not fit it."""
     shown = ", ".join(f"{name} {tuple(one.shape)}" for name, one in sorted(whole.items()))
     return RequestError(
         f"what was given by name does not fit the prompt: {error or type(error).__name__}",

@@ -25,24 +25,26 @@ _COLUMNS = ("attention_mask", "decoder_attention_mask", "position_ids", "decoder
 
 
 def has_own(module: nn.Module, name: str) -> bool:
-    """Whether the class of a module brings a method of this name that is not its library's."""
+    """Return whether the class of a module brings a method of this name, not its library's."""
     method = getattr(type(module), name, None)
     return method is not None and method.__module__.partition(".")[0] not in _LIBRARIES
 
 
 def prepares(module: nn.Module) -> bool:
-    """Whether a module prepares its inputs in a way of its own."""
+    """Return whether a module prepares its inputs in a way of its own."""
     return has_own(module, _PREPARE) or has_own(module, _UPDATE)
 
 
 def carries(module: nn.Module) -> bool:
-    """Whether it carries values from one forward to the next in a way of its own."""
+    """Return whether it carries values from one forward to the next in a way of its own."""
     return has_own(module, _UPDATE)
 
 
 class Carried:
-    """What one row carries: its ids so far, the keywords of its forwards, and from how many of them
-    a token was `chosen`."""
+    """The values that one row carries: its ids so far and the keywords of its forwards.
+
+    `chosen`: from how many of the forwards a token was chosen.
+    """
 
     def __init__(self) -> None:
         self.ids = torch.empty(1, 0, dtype=torch.int64)
@@ -50,7 +52,7 @@ class Carried:
         self.chosen = 0
 
     def copied(self) -> Carried:
-        """The same for a fork, which shares nothing with it."""
+        """Return the same for a fork, which shares nothing with it."""
         made = Carried()
         made.ids, made.chosen = self.ids, self.chosen
         made.kept = copy.deepcopy(self.kept)
@@ -59,8 +61,11 @@ class Carried:
     def prepared(
         self, foreign: Foreign, given: Mapping[str, Any], cache: Any, before: int
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What the module says that it is to be called with after `before` positions, and the
-        keywords that it was told. `given`: what the engine feeds, as the module takes it."""
+        """Return what the module says that it is to be called with after `before` positions.
+
+        The second value is the keywords that it was told. `given`: what the engine feeds, as the
+        module takes it.
+        """
         fed = dict(given)
         name = "decoder_input_ids" if foreign.encodes else "input_ids"
         new = fed.pop(name, None)
@@ -79,8 +84,10 @@ class Carried:
         return prepare(self.ids.to(foreign.device), **_taken(prepare, asked)), told
 
     def update(self, foreign: Foreign, output: Any, told: dict[str, Any], *, chooses: bool) -> None:
-        """Keeps what the module carries on after a forward from which a token is chosen, or what
-        it was told, where that is still to come."""
+        """Keep what the module carries on after a forward from which a token is chosen.
+
+        Where that is still to come, keep what it was told.
+        """
         step = getattr(foreign.base, _UPDATE)
         dropped = [foreign.cache_name, "use_cache", "inputs_embeds", "logits_to_keep"]
         if chooses:
@@ -92,7 +99,7 @@ class Carried:
 
 
 def require_new(row: Carried, freed: Sequence[Carried]) -> None:
-    """UnsupportedError if the row is one that was freed, and is now fed again in one piece."""
+    """Raise UnsupportedError if the row is a freed one that is now fed again in one piece."""
     for one in freed:
         count = one.ids.shape[1]
         # A prompt may begin with another one, but hardly with what was then chosen for that.
@@ -108,7 +115,7 @@ def require_new(row: Carried, freed: Sequence[Carried]) -> None:
 
 
 def _taken(function: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords that a function takes."""
+    """Return the keywords that a function takes."""
     parameters = inspect.signature(function).parameters
     if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return dict(given)

@@ -19,7 +19,7 @@ from everystep.types import Past
 
 
 def past_of_row(place: Place) -> Past:
-    """Keys and values of a row as copies, and those of its encoder states."""
+    """Return keys and values of a row as copies, and those of its encoder states."""
     sheet = place.on
     source, across = place.source, across_of_cache(sheet.cache)
     read = 0 if place.states is None else len(place.states)
@@ -36,7 +36,7 @@ def past_of_row(place: Place) -> Past:
 
 
 def cache_of(past: Past, form: Any, device: torch.device) -> Any:
-    """A cache object of one row like `form`, which holds the past."""
+    """Return a cache object of one row like `form`, which holds the past."""
     made = own_layers_of(form)
     across = across_of_cache(made)
     for number, (layer, held) in enumerate(zip(layers_of(made), past.layers, strict=True)):

@@ -48,7 +48,7 @@ class Reference:
         self.model: nn.Module = model.eval()
 
     def logits(self, ids: Tensor, source: Tensor | None = None) -> Tensor:
-        """(T, V) after each of (T,) ids; `source`: (S,) what an encoder reads."""
+        """Return (T, V) after each of (T,) ids; `source`: (S,) what an encoder reads."""
         given = {"input_ids": ids[None]}
         if source is not None:
             given = {"input_ids": source[None], "decoder_input_ids": ids[None]}
@@ -57,7 +57,7 @@ class Reference:
         return found
 
     def greedy(self, ids: Tensor, count: int) -> list[int]:
-        """The `count` likeliest tokens, one after the other, after (T,) ids."""
+        """Return the `count` likeliest tokens, one after the other, after (T,) ids."""
         generate: Any = self.model.generate
         out = generate(
             ids[None],

@@ -45,12 +45,15 @@ class Sheet:
 
     @property
     def bare(self) -> bool:
-        """Whether a forward that goes on from here needs no mask: no column of any row is empty.
-        One that begins does, since without it positions that jump are read as other sequences."""
+        """True if a forward that goes on from here needs no mask: no column of any row is empty.
+
+        A forward that begins needs one, since without it positions that jump are read as other
+        sequences.
+        """
         return self.width > 0 and not self.leads.any()
 
     def shown(self, width: int) -> Tensor:
-        """(R, width) int64: which columns are real; those to come are."""
+        """Return (R, width) int64: which columns are real; those to come are."""
         if self.seen.shape[1] < width:
             self.seen = F.pad(self.seen, (0, width), value=1)
         return self.seen[:, :width]
@@ -58,9 +61,11 @@ class Sheet:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Where a row lies: the row `index` of a sheet, of which `length` positions count; on no sheet
-    while it is empty. `states`: (S, E) what its encoder read. `carried`: what the module's own
-    preparation of inputs keeps of the row."""
+    """The place of a row: the row `index` of a sheet, of which `length` positions count.
+
+    It is on no sheet while it is empty. `states`: (S, E) what its encoder read. `carried`: what the
+    module's own preparation of inputs keeps of the row.
+    """
 
     sheet: Sheet | None = None
     index: int = 0
@@ -69,7 +74,7 @@ class Place:
     carried: Carried | None = None
 
     def forked(self) -> Place:
-        """The place of a fork."""
+        """Return the place of a fork."""
         return replace(self, carried=None if self.carried is None else self.carried.copied())
 
     @property
@@ -97,33 +102,33 @@ class Source(NamedTuple):
 
     @property
     def cut(self) -> int:
-        """How many columns follow its last position."""
+        """The number of columns that follow its last position."""
         return self.width - self.lead - self.length
 
 
 def layers_of(cache: Any) -> list[Any]:
-    """The layers of a cache, of a decoder's own where there are two."""
+    """Return the layers of a cache, of a decoder's own where there are two."""
     return list(getattr(cache, "self_attention_cache", cache).layers)
 
 
 def across_of_cache(cache: Any) -> list[Any]:
-    """The layers that hold encoder states, if there are any."""
+    """Return the layers that hold encoder states, if there are any."""
     return list(cache.cross_attention_cache.layers) if hasattr(cache, "is_updated") else []
 
 
 def is_linear(layer: Any) -> bool:
-    """Whether a layer holds states, which cannot be cut."""
+    """Return whether a layer holds states, which cannot be cut."""
     return hasattr(layer, "recurrent_states")
 
 
 def window_of(layer: Any) -> int | None:
-    """How many columns a layer shows; None for all."""
+    """Return how many columns a layer shows; None for all."""
     size: int | None = getattr(layer, "sliding_window", None)
     return size
 
 
 def is_kept(layer: Any) -> bool:
-    """Whether it holds keys and values."""
+    """Return whether a layer holds keys and values."""
     return isinstance(getattr(layer, "keys", None), Tensor)
 
 
@@ -131,14 +136,14 @@ def is_kept(layer: Any) -> bool:
 
 
 def columns_across(cache: Any) -> int:
-    """How many columns of encoder states a cache holds."""
+    """Return how many columns of encoder states a cache holds."""
     return max(
         (layer.keys.shape[-2] for layer in across_of_cache(cache) if is_kept(layer)), default=0
     )
 
 
 def assembled(sources: Sequence[Source]) -> tuple[Any, int]:
-    """A cache of these rows, the last position of each in its last column, and its width."""
+    """Return a cache of these rows, the last position of each in its last column, and its width."""
     first = sources[0]
     alike = all(one.cache is first.cache and one.cut == first.cut for one in sources)
     width = max(one.length for one in sources)
@@ -162,7 +167,7 @@ def assembled(sources: Sequence[Source]) -> tuple[Any, int]:
 
 
 def own_layers_of(cache: Any) -> Any:
-    """A cache object with layer objects of its own, whose tensors are still those of `cache`."""
+    """Return a cache object with layer objects of its own, with the same tensors as `cache`."""
     made = copy.copy(cache)
     if hasattr(cache, "is_updated"):
         made.self_attention_cache = own_layers_of(cache.self_attention_cache)
@@ -195,7 +200,7 @@ def _fill(
 
 
 def _gather(layer: Any, parts: list[Any], sources: Sequence[Source], width: int) -> None:
-    """The layer holds the rows of the sources, which lie in `parts`."""
+    """Gather into the layer the rows of the sources, which lie in `parts`."""
     for name in _COLUMNS:
         if not isinstance(getattr(layer, name, None), Tensor):
             continue
@@ -221,7 +226,7 @@ def _set_width(layer: Any, width: int) -> None:
 
 
 def _states(layer: Any) -> list[tuple[tuple[str, Any], Tensor]]:
-    """Every state of a layer with the names of its holder and its place there."""
+    """Return every state of a layer with the names of its holder and its place there."""
     return [
         ((name, key), held)
         for name in _STATES
@@ -231,7 +236,7 @@ def _states(layer: Any) -> list[tuple[tuple[str, Any], Tensor]]:
 
 
 def _grown(rows: list[Tensor], *, right: bool) -> list[Tensor]:
-    """(..., n, D) each -> of one n, filled up with zeros."""
+    """Pad (..., n, D) each to one n, filled up with zeros."""
     longest = max(row.shape[-2] for row in rows)
     return [_padded(row, longest - row.shape[-2], right=right) for row in rows]
 
@@ -241,14 +246,14 @@ def _padded(row: Tensor, count: int, *, right: bool) -> Tensor:
 
 
 def without_across(cache: Any) -> Any:
-    """The cache object itself; the module is yet to add what it makes of encoder states."""
+    """Return the cache object without encoder states; the module is yet to add its own."""
     cache.cross_attention_cache.reset()
     cache.is_updated = dict.fromkeys(cache.is_updated, False)
     return cache
 
 
 def emptied(form: Any) -> Any:
-    """A cache object like `form` that holds nothing."""
+    """Return a cache object like `form` that holds nothing."""
     made = own_layers_of(form)
     for layer in (*layers_of(made), *across_of_cache(made)):
         for name, key in [place for place, _ in _states(layer)]:
@@ -258,8 +263,10 @@ def emptied(form: Any) -> Any:
 
 
 def put_keys(layer: Any, keys: Tensor, values: Tensor, width: int) -> None:
-    """The layer holds these keys and values (R, K, S, D) of `width` columns, the last of them
-    where a window shows no more."""
+    """Put keys and values (R, K, S, D) of `width` columns into the layer.
+
+    It holds the last of them where a window shows no more.
+    """
     size = window_of(layer)
     first = max(0, keys.shape[-2] - (size - 1)) if size is not None else 0
     layer.keys, layer.values = keys[..., first:, :], values[..., first:, :]
@@ -270,7 +277,7 @@ def put_keys(layer: Any, keys: Tensor, values: Tensor, width: int) -> None:
 
 
 def keep_spare(sheet: Sheet, spare: int) -> None:
-    """The next forward leaves `spare` columns that windows could have dropped."""
+    """Let the next forward leave `spare` columns that windows could have dropped."""
     if not (spare or sheet.spare):
         return
     for layer in layers_of(sheet.cache):

@@ -30,9 +30,10 @@ Feed = tuple[int, int, int]
 
 
 def examine(foreign: Foreign) -> Findings:
-    """What the module can do; it is left as it was.
+    """Find out what the module can do; it is left as it was.
 
-    ModelClassError for a module without logits, UnsupportedError for one without a cache object.
+    Raise ModelClassError for a module without logits, UnsupportedError for one without a cache
+    object.
     """
     ids = _plain_ids(foreign)
     with ordinary_mode(), foreign.at_rest(foreign.parts()):
@@ -42,7 +43,7 @@ def examine(foreign: Foreign) -> Findings:
 
 
 def _plain_ids(foreign: Foreign) -> np.ndarray:
-    """(5,) ids that mean nothing to the module."""
+    """Return (5,) ids that mean nothing to the module."""
     config = foreign.config
     marks = (
         config,
@@ -60,7 +61,7 @@ def _plain_ids(foreign: Foreign) -> np.ndarray:
 
 
 def _first(foreign: Foreign, ids: np.ndarray) -> Findings:
-    """The cache object that the module makes, and the width of its logits."""
+    """Return the cache object that the module makes, and the width of its logits."""
     row = torch.from_numpy(ids)[None].to(foreign.device)
     given: dict[str, Any] = {"input_ids": row}
     if foreign.source is not None:
@@ -87,7 +88,7 @@ def _first(foreign: Foreign, ids: np.ndarray) -> Findings:
 
 
 def _states(foreign: Foreign, ids: np.ndarray) -> Tensor:
-    """(4, E) encoder states: those of ids, or any where something else is encoded."""
+    """Return (4, E) encoder states: those of ids, or any where something else is encoded."""
     if foreign.source is None:
         read = torch.from_numpy(ids[None, :_READ])
         states: Tensor = foreign.encode({"input_ids": read, "attention_mask": read.new_ones(1, 4)})[
@@ -109,7 +110,7 @@ class _Trial:
         self.states = _states(foreign, ids) if foreign.encodes else None
 
     def findings(self) -> Findings:
-        """What holds."""
+        """Return what holds."""
         alone = self._logits(self.base, [[(0, 0, 4)], [(1, 0, 2)], [(0, 4, 5)], [(1, 2, 3)]])
         several = self._same(alone[0], replace(self.base, several=True), [[(0, 0, 2)], [(0, 2, 4)]])
         found = replace(self.base, several=several)
@@ -125,8 +126,11 @@ class _Trial:
         return replace(found, ragged=ragged, masks=masks, bare=bare)
 
     def _is_bare(self, found: Findings, alone: list[Tensor]) -> bool:
-        """Whether a class of transformers' own gives the same bits without a mask that hides
-        nothing; what a class of the caller's makes of a mask is not for a few ids to tell."""
+        """Return whether a class of transformers gives the same bits without a mask that hides
+        nothing.
+
+        What a class of the caller's makes of a mask is not for a few ids to tell.
+        """
         if library(self.foreign.base) != "transformers":
             return False
         works = [[(0, 0, 4)], [(0, 4, 5)]]
@@ -137,8 +141,7 @@ class _Trial:
         return torch.equal(bare[0], alone[0]) and torch.equal(bare[1], alone[2])
 
     def _takes_masks(self, found: Findings, wanted: Tensor) -> bool:
-        """Whether a mask of positions is read: one that hides nothing changes nothing, and another
-        hides."""
+        """Return whether masks are read: one that hides nothing changes nothing; another hides."""
         if self.foreign.encodes or found.forgets:
             return False
         open_mask = torch.ones(1, _LONG, _LONG, dtype=torch.bool).tril()
@@ -155,7 +158,7 @@ class _Trial:
         works: list[list[Feed]],
         extra: Extra | None = None,
     ) -> bool:
-        """Whether the last of the works gives these logits."""
+        """Return whether the last of the works gives these logits."""
         try:
             got = self._logits(findings, works, extra)[-1]
         except _REFUSALS:
@@ -166,7 +169,7 @@ class _Trial:
     def _logits(
         self, findings: Findings, works: list[list[Feed]], extra: Extra | None = None
     ) -> list[Tensor]:
-        """What an executor with these findings answers to each work."""
+        """Return what an executor with these findings answers to each work."""
         executor = ForeignExecutor(self.foreign, findings)
         found, held = [], dict[int, int]()
         for feeds in works:

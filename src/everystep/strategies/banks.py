@@ -22,12 +22,12 @@ class Candidate(NamedTuple):
 
     @property
     def cut(self) -> bool:
-        """Whether the whole search ends here, at a limit."""
+        """True if the whole search ends here, at a limit."""
         return self.reason is not None and self.reason.kind in _LIMITS
 
     @property
     def ended(self) -> bool:
-        """Whether this hypothesis is complete, and not only cut."""
+        """True if this hypothesis is complete, and not only cut."""
         return self.reason is not None and not self.cut
 
 
@@ -42,7 +42,7 @@ class SearchBank:
     closed: bool = False
 
     def with_one(self, score: float, serial: int, most: int) -> SearchBank:
-        """With one more, if it is among the `most` best; the first of the worst gives way."""
+        """Return the bank with one more, if it is among the `most` best; the first worst goes."""
         if len(self.scores) >= most and not score > min(self.scores):
             return self
         scores, serials = [*self.scores, score], [*self.serials, serial]
@@ -52,7 +52,7 @@ class SearchBank:
         return SearchBank(tuple(scores), tuple(serials))
 
     def after(self, attainable: float, most: int) -> SearchBank:
-        """Closed, if it holds as many as it may and no better score is to be expected."""
+        """Close the bank if it holds as many as it may and no better score is to be expected."""
         if len(self.scores) < most or min(self.scores) < attainable:
             return self
         return SearchBank(self.scores, self.serials, True)
@@ -70,7 +70,7 @@ class Offspring:
     serial: list[int] = field(default_factory=list)
 
     def add(self, one: Candidate, score: float, index: int = 0, serial: int = -1) -> None:
-        """One child, which ends if it has a number."""
+        """Add one child, which ends if it has a number."""
         self.parents.append(one.parent)
         self.tokens.append(one.token)
         self.scores.append(score)
@@ -79,7 +79,7 @@ class Offspring:
         self.serial.append(serial)
 
     def lose(self, first: int, width: int) -> None:
-        """The beams of a request end: no token can be chosen."""
+        """End the beams of a request: no token can be chosen."""
         for index in range(width):
             self.add(Candidate(0.0, first + index, 0, None), 0.0, index)
             self.finish[-1] = undrawable()

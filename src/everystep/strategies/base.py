@@ -35,7 +35,7 @@ _REGISTERED: dict[str, type] = {}
 
 
 def strategy(name: str) -> Callable[[S], S]:
-    """The decorated class is found under this name; RequestError if another class has it.
+    """Let the decorated class be found under this name; raise RequestError if another class has it.
 
     A class that is defined again, as when a cell of a notebook is run twice, takes the place of
     its earlier definition.
@@ -52,13 +52,15 @@ def strategy(name: str) -> Callable[[S], S]:
 
 
 def strategy_names() -> tuple[str, ...]:
-    """Every name under which a strategy is found, those of other packages included."""
+    """Return every name under which a strategy is found, those of other packages included."""
     return tuple(sorted({*_REGISTERED, *(one.name for one in entry_points(group=ENTRY_POINTS))}))
 
 
 def strategy_named(name: str) -> type:
-    """The class of this name; UnknownArgumentError if there is none, RequestError if there are
-    two."""
+    """Return the class of this name.
+
+    Raise UnknownArgumentError if there is none, RequestError if there are two.
+    """
     installed = [found.load() for found in entry_points(group=ENTRY_POINTS, name=name)]
     kinds = [_REGISTERED[name], *installed] if name in _REGISTERED else installed
     if kinds:
@@ -74,12 +76,12 @@ def strategy_named(name: str) -> type:
 
 
 def _place(kind: type) -> tuple[str, str]:
-    """Where a class is defined."""
+    """Return where a class is defined."""
     return kind.__module__, kind.__qualname__
 
 
 def _require_one(name: str, kinds: list[type]) -> None:
-    """RequestError if these classes, which have the same name, are not one."""
+    """Raise RequestError if these classes, which have the same name, are not one."""
     first, *others = dict.fromkeys(kinds)
     for other in others:
         raise RequestError(
@@ -90,7 +92,7 @@ def _require_one(name: str, kinds: list[type]) -> None:
 
 
 def undrawable() -> FinishReason:
-    """The end of a sequence whose scores leave nothing to draw, for which draws return -1."""
+    """Return the end of a sequence whose scores leave nothing to draw; draws return -1 then."""
     return FinishReason(
         "error",
         RequestError(

@@ -35,7 +35,7 @@ class BeamSettings:
     max_new: int = 2**31
 
     def __post_init__(self) -> None:
-        """RequestError for a length penalty that no score can be divided by."""
+        """Raise RequestError for a length penalty that no score can be divided by."""
         if not abs(self.length_penalty) <= _MOST_PENALTY:
             raise RequestError(
                 "length_penalty is an exponent that lengths cannot be raised to",
@@ -46,20 +46,24 @@ class BeamSettings:
 
 
 def candidates_of(beams: int, eos_count: int) -> int:
-    """How many candidates are looked at, so that all `beams` can go on: (1 + eos_count), at least
-    two, for each."""
+    """Return how many candidates are looked at, so that all `beams` can go on.
+
+    These are (1 + eos_count), at least two, for each.
+    """
     return max(2, 1 + eos_count) * beams
 
 
 def horizon(settings: BeamSettings, length: int) -> int:
-    """The length at which what has `length` tokens now is judged."""
+    """Return the length at which what has `length` tokens now is judged."""
     late = settings.early_stopping == "never" and settings.length_penalty > 0.0
     return settings.max_new if late else length
 
 
 def accumulated(sequences: list[Sequence], groups: list[Group], beams: int) -> np.ndarray:
-    """(S,) float32 scores of `beams` sequences of each group; of equal siblings, which open a
-    search, only the first counts."""
+    """Return (S,) float32 scores of `beams` sequences of each group.
+
+    Of equal siblings, which open a search, only the first counts.
+    """
     scores = np.array([sequence.score for sequence in sequences], dtype=np.float32)
     for g, group in enumerate(groups):
         if not group.opened:
@@ -68,7 +72,7 @@ def accumulated(sequences: list[Sequence], groups: list[Group], beams: int) -> n
 
 
 def paths(batch: Batch, width: int, parents: list[int]) -> list[dict[str, object] | None]:
-    """What each child remembers: its beams in the call, one after another."""
+    """Return what each child remembers: its beams in the call, one after another."""
     found: list[dict[str, object] | None] = []
     for parent in parents:
         beam = batch.groups[parent // width].rank * width + parent % width
@@ -77,5 +81,5 @@ def paths(batch: Batch, width: int, parents: list[int]) -> list[dict[str, object
 
 
 def filled_up(best: list[Finished], returns: int) -> list[Finished]:
-    """`returns` results; empty hypotheses where fewer have ended."""
+    """Return `returns` results; empty hypotheses where fewer have ended."""
     return best + [NOTHING] * (returns - len(best))

@@ -49,11 +49,11 @@ class BestOf:
     rounds: ClassVar[int] = 1
 
     def pick(self, batch: Batch, scores: Scores, earlier: Picked = ()) -> tuple[Tensor, ...]:
-        """(S,) the choice of every row."""
+        """Choose for every row, (S,)."""
         return (batch.draws.choose(scores, batch.places()),)
 
     def select(self, batch: Batch, picked: Picked) -> Children:
-        """One child each; what ends is judged, and what no longer matters ends too."""
+        """Return one child each; judge what ends, and end what no longer matters."""
         children = continue_each(batch, picked[0][0])
         if self.judge is None:
             return children
@@ -75,11 +75,11 @@ class BestOf:
         return replace(children, finish=finish, memo=memo)
 
     def rivals(self, group: Group) -> tuple[list[Sequence], list[Finished]]:
-        """All of them: the last sample to end may be the best."""
+        """Return all of them: the last sample to end may be the best."""
         return group.live, group.done
 
     def finish(self, group: Group) -> list[Finished]:
-        """The `returns` best; those that were cut off come last."""
+        """Return the `returns` best; those that were cut off come last."""
         if self.by == "majority":
             votes = Counter(one for one in _answers(group.done) if one is not None)
             rated = [replace(one, score=float(votes[_answer(one)])) for one in group.done]
@@ -92,7 +92,7 @@ class BestOf:
         return rated[: self.returns]
 
     def _judged(self, ids: np.ndarray) -> Any:
-        """What the judge says of a sample: a number where it is one that scores."""
+        """Return what the judge says of a sample: a number where it is one that scores."""
         found: Any = self.judge(ids)  # type: ignore[misc]
         if self.by != "score":
             return found
@@ -116,7 +116,7 @@ class BestOf:
 
 
 def _own(batch: Batch, sequence: Sequence) -> np.ndarray:
-    """What a sequence has generated."""
+    """Return what a sequence has generated."""
     first = sequence.request.prompt_visible
     ids: np.ndarray = batch.table.data[sequence.line, first : sequence.visible]
     return ids
@@ -135,7 +135,7 @@ def _answers(done: Iterable[Finished]) -> list[Any]:
 
 
 def _decided(answers: list[Any], going: int) -> bool:
-    """Whether `going` further votes cannot take the majority from the answer that leads."""
+    """Return whether `going` further votes cannot take the majority from the answer that leads."""
     ranked = Counter(one for one in answers if one is not None).most_common(2)
     if not ranked:
         return False

@@ -34,7 +34,7 @@ from everystep.types import Children, Finished, Group, Scores, Sequence
 
 @dataclass(frozen=True)
 class BankedBeams(BeamSettings):
-    """What such searches share."""
+    """The common base of searches whose beams are banked when they end."""
 
     streams: ClassVar[bool] = False
     reads: ClassVar[Reads] = Reads("log_probs")
@@ -46,16 +46,16 @@ class BankedBeams(BeamSettings):
 
     @cached_property
     def beams(self) -> int:
-        """How many beams a search has."""
+        """The number of beams of a search."""
         return self.width // self.rounds
 
     @cached_property
     def ranked(self) -> int:
-        """How many candidates of a search are looked at."""
+        """The number of candidates of a search that are looked at."""
         return candidates_of(self.beams, self.eos_count)
 
     def totals(self, batch: Batch, scores: Scores, search: int) -> Tensor:
-        """(G * beams, V) accumulated scores of one search per request, in float32."""
+        """Return (G * beams, V) accumulated scores of one search per request, in float32."""
         rows = self.rows(batch, search)
         sequences = [batch.sequences[r] for r in rows.tolist()]
         running = accumulated(sequences, batch.groups, self.beams)
@@ -63,20 +63,20 @@ class BankedBeams(BeamSettings):
         return values + torch.from_numpy(running).to(values)[:, None]
 
     def rows(self, batch: Batch, search: int) -> np.ndarray:
-        """(G * beams,) the rows of one search per request."""
+        """Return (G * beams,) the rows of one search per request."""
         return (self._firsts(batch, search) + np.arange(self.beams)).ravel()
 
     def _firsts(self, batch: Batch, search: int) -> np.ndarray:
-        """(G, 1) the first of these rows."""
+        """Return (G, 1) the first of these rows."""
         return np.arange(len(batch.groups))[:, None] * self.width + search * self.beams
 
     def pick(self, batch: Batch, scores: Scores, earlier: Picked = ()) -> tuple[Tensor, ...]:
-        """(G, ranked) accumulated scores of one search per request, and flat indices beams * V."""
+        """Pick (G, ranked) accumulated scores of a search per request, and indices beams * V."""
         total = self.totals(batch, scores, len(earlier))
         return tuple(torch.topk(total.reshape(len(batch.groups), -1), self.ranked))
 
     def candidates(self, batch: Batch, picked: Picked, search: int) -> list[list[Candidate]]:
-        """Per request what one search ranked, best first."""
+        """Return per request what one search ranked, best first."""
         scores, flat = picked[search][:2]
         parents = (flat // batch.vocabulary + self._firsts(batch, search)).ravel()
         tokens = (flat % batch.vocabulary).ravel()
@@ -85,27 +85,27 @@ class BankedBeams(BeamSettings):
         return [found[n : n + self.ranked] for n in range(0, len(found), self.ranked)]
 
     def going(self, batch: Batch, ranked: list[Candidate], picked: Picked) -> list[Candidate]:
-        """The candidates that go on, of a search that is not closed."""
+        """Return the candidates that go on, of a search that is not closed."""
         on = [one for one in ranked if not one.ended][: self.beams]
         # Stops of other kinds may leave too few; what goes on beyond its end is never a result.
         beyond = [one._replace(score=one.score + NEVER) for one in ranked if one.ended]
         return [*on, *beyond][: self.beams]
 
     def may_end(self, batch: Batch, one: Candidate) -> bool:
-        """Whether what ends with this candidate is a result."""
+        """Return whether what ends with this candidate is a result."""
         return True
 
     def left(self, batch: Batch, going: list[Candidate]) -> list[Candidate]:
-        """Which of those that run when the search is cut are results."""
+        """Return which of those that run when the search is cut are results."""
         return going
 
     def at_rest(self, batch: Batch, g: int, search: int) -> list[Candidate]:
-        """How a closed search goes on beside others: its first beam and the pad token."""
+        """Return how a closed search goes on beside others: its first beam and the pad token."""
         first, pad = g * self.width + search * self.beams, batch.groups[g].request.pad_token
         return [Candidate(0.0, first, pad, None)] * self.beams
 
     def select(self, batch: Batch, picked: Picked) -> Children:
-        """Candidates that end are banked, the best others go on; all searches at once."""
+        """Bank candidates that end, and let the best others go on; all searches at once."""
         found = [self.candidates(batch, picked, search) for search in range(self.rounds)]
         born = Offspring()
         states: list[tuple[SearchBank, ...]] = []
@@ -138,7 +138,7 @@ class BankedBeams(BeamSettings):
         return self._children(batch, born, states, over)
 
     def _is_stuck(self, group: Group, found: list[list[Candidate]]) -> bool:
-        """Whether open searches found nan, or nothing but -inf before anything ended."""
+        """Return whether open searches found nan, or nothing but -inf before anything ended."""
         pairs = zip(self.banks(group), found, strict=True)
         scores = [one.score for bank, ranked in pairs if not bank.closed for one in ranked]
         ended = any(bank.scores for bank in self.banks(group))
@@ -147,7 +147,7 @@ class BankedBeams(BeamSettings):
     def _banked(
         self, batch: Batch, born: Offspring, bank: SearchBank, ranked: list[Candidate], search: int
     ) -> SearchBank:
-        """With what ended among the first of the candidates, and closed if that is enough."""
+        """Return the bank with what ended of the first candidates, and closed if that is enough."""
         length = batch.sequences[ranked[0].parent].generated + 1
         for place, one in enumerate(ranked[: self.beams]):
             if one.ended and self.may_end(batch, one):
@@ -158,7 +158,7 @@ class BankedBeams(BeamSettings):
     def _cut(
         self, batch: Batch, born: Offspring, bank: SearchBank, on: list[Candidate], search: int
     ) -> SearchBank:
-        """With what still runs when the length or the time is over."""
+        """Return the bank with what still runs when the length or the time is over."""
         for place, one in enumerate(self.left(batch, on)):
             bank = self._offer(batch, born, bank, one, search, self.ranked + place)
         return SearchBank(bank.scores, bank.serials, True)
@@ -172,7 +172,7 @@ class BankedBeams(BeamSettings):
         search: int,
         place: int,
     ) -> SearchBank:
-        """The bank after one more hypothesis, which is a child that ends if it is taken."""
+        """Return the bank after one more hypothesis, which is a child that ends if it is taken."""
         length = batch.sequences[one.parent].generated + 1
         final = one.score / length**self.length_penalty
         # No two of a request get the same number: every step has another length.
@@ -200,11 +200,11 @@ class BankedBeams(BeamSettings):
         )
 
     def banks(self, group: Group) -> tuple[SearchBank, ...]:
-        """The bank of each search of a request."""
+        """Return the bank of each search of a request."""
         return group.state or (SearchBank(),) * self.rounds
 
     def best(self, group: Group) -> list[Finished]:
-        """What has ended, best first; of equals the last of the last search comes first."""
+        """Return what has ended, best first; of equals the last of the last search comes first."""
         places = [serial for bank in self.banks(group) for serial in bank.serials]
 
         def rank(done: Finished) -> tuple[float, int]:
@@ -215,12 +215,12 @@ class BankedBeams(BeamSettings):
         return sorted(held, key=rank, reverse=True)
 
     def rivals(self, group: Group) -> tuple[list[Sequence], list[Finished]]:
-        """All live beams of searches that are not closed, and the best of what has ended."""
+        """Return all live beams of searches that are not closed, and the best of what has ended."""
         best, banks = self.best(group)[: self.returns], self.banks(group)
         if group.settled:
             return [], best
         return [s for s in group.live if not banks[s.index // self.beams].closed], best
 
     def finish(self, group: Group) -> list[Finished]:
-        """The `returns` best; an empty hypothesis where fewer have ended."""
+        """Return the `returns` best; an empty hypothesis where fewer have ended."""
         return filled_up(self.best(group)[: self.returns], self.returns)

@@ -37,11 +37,11 @@ class Progress:
         self.length, self.state = length, state
 
     def copy(self) -> Progress:
-        """An equal one; a state is never changed."""
+        """Return an equal one; a state is never changed."""
         return Progress(self.length, self.state)
 
     def rewind(self, length: int) -> None:
-        """Nothing is known where that is further back."""
+        """Forget what is known where that is further back."""
         if length < self.length:
             self.length = -1
 
@@ -61,7 +61,7 @@ class ConstrainedBeam(BankedBeams):
     constraints: tuple[Constraint, ...] = field(default=())
 
     def pick(self, batch: Batch, scores: Scores, earlier: Picked = ()) -> tuple[Tensor, ...]:
-        """As every search, and (S, n) accumulated scores of the tokens that bring beams further."""
+        """Pick as every search, and (S, n) summed scores of the tokens that bring beams further."""
         total = self.totals(batch, scores, 0)
         top = torch.topk(total.reshape(len(batch.groups), -1), self.ranked)
         wanted = [self._ahead(batch, row) for row in range(len(batch))]
@@ -78,7 +78,7 @@ class ConstrainedBeam(BankedBeams):
         return (*top, total.gather(1, torch.from_numpy(ids).to(total.device)))
 
     def state(self, batch: Batch, row: int) -> ConstraintListState:
-        """How far the constraints of a row are; to be copied before it is changed."""
+        """Return how far the constraints of a row are; to be copied before it is changed."""
         sequence = batch.sequences[row]
         known, end = sequence.memo.get(_KEY), sequence.visible
         if known is None or known.length < 0:
@@ -94,12 +94,12 @@ class ConstrainedBeam(BankedBeams):
         return known.state
 
     def _ahead(self, batch: Batch, row: int) -> list[int]:
-        """The tokens that bring a row further."""
+        """Return the tokens that bring a row further."""
         state = self.state(batch, row)
         return [] if state.completed else list(dict.fromkeys(state.advance() or ()))
 
     def _after(self, batch: Batch, one: Candidate) -> ConstraintListState:
-        """The state once the candidate is chosen."""
+        """Return the state once the candidate is chosen."""
         state = self.state(batch, one.parent)
         if not state.completed:
             state = state.copy()
@@ -107,11 +107,11 @@ class ConstrainedBeam(BankedBeams):
         return state
 
     def may_end(self, batch: Batch, one: Candidate) -> bool:
-        """Whether all constraints are fulfilled."""
+        """Return whether all constraints are fulfilled."""
         return self._after(batch, one).completed
 
     def going(self, batch: Batch, ranked: list[Candidate], picked: Picked) -> list[Candidate]:
-        """The best of all banks in turns, those that advance among them."""
+        """Return the best of all banks in turns, those that advance among them."""
         on = super().going(batch, ranked, picked)
         new = list(self._advancing(batch, on, picked[0][2]))
         if not new:
@@ -125,7 +125,7 @@ class ConstrainedBeam(BankedBeams):
         return [offers[place].one for place in chosen.tolist()]
 
     def _advancing(self, batch: Batch, on: list[Candidate], scores: np.ndarray) -> Iterator[Offer]:
-        """What brings beams further and is not among those that go on anyway."""
+        """Yield what brings beams further and is not among those that go on anyway."""
         first = on[0].parent // self.width * self.width
         taken = {(_said(batch, one.parent), one.token) for one in on}
         found: list[Candidate] = []
@@ -143,20 +143,20 @@ class ConstrainedBeam(BankedBeams):
                 yield Offer(one, self._after(batch, one))
 
     def left(self, batch: Batch, going: list[Candidate]) -> list[Candidate]:
-        """Those that fulfil everything, and the others too where there are too few."""
+        """Return those that fulfil everything, and the others too where there are too few."""
         whole = [one for one in going if self.may_end(batch, one)]
         others = [one for one in going if one not in whole]
         return whole if len(whole) >= self.returns else [*whole, *others]
 
 
 def _said(batch: Batch, row: int) -> bytes:
-    """The ids of a row."""
+    """Return the ids of a row."""
     sequence: Sequence = batch.sequences[row]
     return bytes(batch.table.data[sequence.line, : sequence.visible].tobytes())
 
 
 def _places_within(banks: np.ndarray) -> np.ndarray:
-    """(n,) sorted numbers -> the place of each among its equals."""
+    """Return the place of each of (n,) sorted numbers among its equals."""
     starts = np.r_[0, np.flatnonzero(np.diff(banks)) + 1]
     places: np.ndarray = np.arange(len(banks)) - np.repeat(
         starts, np.diff(np.r_[starts, len(banks)])

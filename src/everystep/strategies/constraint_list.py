@@ -9,7 +9,7 @@ from everystep.strategies.constraints import Constraint
 
 
 class ConstraintListState:
-    """How far a text is with several constraints, of which one is worked on at a time."""
+    """The progress of a text with several constraints, of which one is worked on at a time."""
 
     def __init__(self, constraints: Iterable[Constraint]) -> None:
         listed = [*constraints] if isinstance(constraints, list | tuple) else []
@@ -22,20 +22,20 @@ class ConstraintListState:
         self.init_state()
 
     def init_state(self) -> None:
-        """Nothing is fulfilled."""
+        """Begin again, with nothing fulfilled."""
         self.complete_constraints: list[Constraint] = []
         self.inprogress_constraint: Constraint | None = None
         self.pending_constraints = [one.copy() for one in self.constraints]
         self.completed = False
 
     def get_bank(self) -> int:
-        """How much is done: whole constraints first, then tokens of the one that is worked on."""
+        """Return how much is done: whole constraints first, then tokens of the one worked on."""
         done = len(self.complete_constraints) * self.max_seqlen
         current = self.inprogress_constraint
         return done if current is None else done + self.max_seqlen - current.remaining()
 
     def advance(self) -> list[int] | None:
-        """The tokens that bring it further: of the constraint that is worked on, or of all."""
+        """Return the tokens that bring it further: of the constraint in work, or of all."""
         current = self.inprogress_constraint
         found: list[int] = []
         for one in self.pending_constraints if current is None else [current]:
@@ -44,7 +44,7 @@ class ConstraintListState:
         return found or None
 
     def reset(self, token_ids: Iterable[int] | None) -> None:
-        """As far as a text of these ids is."""
+        """Begin again, and go as far as a text of these ids is."""
         self.init_state()
         for token in () if token_ids is None else token_ids:
             self.add(token)
@@ -52,7 +52,7 @@ class ConstraintListState:
                 return
 
     def add(self, token_id: int) -> tuple[bool, bool]:
-        """Reads one more token: whether it fulfilled a constraint, or brought one further.
+        """Read one more token; return whether it fulfilled a constraint, or brought one further.
 
         One that throws the current constraint back begins no other.
         """
@@ -77,7 +77,7 @@ class ConstraintListState:
         return complete, stepped
 
     def copy(self, stateful: bool = True) -> ConstraintListState:
-        """The same constraints, and how far this one is, or at the beginning."""
+        """Return the same constraints, and how far this one is, or at the beginning."""
         other = ConstraintListState(self.constraints)
         if stateful:
             current = self.inprogress_constraint

@@ -42,7 +42,7 @@ class Constraint(ABC):
         return f"{type(self).__qualname__}()"
 
     def test(self) -> None:
-        """Returns if following `advance` fulfils it, from its beginning; RequestError if not."""
+        """Raise RequestError unless following `advance` fulfils it, from its beginning."""
         self.reset()
         for _ in range(_MOST_STEPS):
             ahead = self.advance()
@@ -63,27 +63,27 @@ class Constraint(ABC):
 
     @abstractmethod
     def advance(self) -> int | list[int] | None:
-        """The token or the tokens that bring it further; None where none does."""
+        """Return the token or the tokens that bring it further; None where none does."""
 
     @abstractmethod
     def does_advance(self, token_id: int) -> bool:
-        """Whether the token brings it further."""
+        """Return whether the token brings it further."""
 
     @abstractmethod
     def update(self, token_id: int) -> tuple[bool, bool, bool]:
-        """Reads a token: whether it brought it further, fulfilled it, or threw it back."""
+        """Read a token; return whether it brought it further, fulfilled it, or threw it back."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Back to the beginning."""
+        """Go back to the beginning."""
 
     @abstractmethod
     def remaining(self) -> int:
-        """How many tokens it still takes."""
+        """Return how many tokens it still takes."""
 
     @abstractmethod
     def copy(self, stateful: bool = False) -> Constraint:
-        """The same constraint at its beginning, or, `stateful`, as far as this one is."""
+        """Return the same constraint at its beginning, or, `stateful`, as far as this one is."""
 
 
 class DisjunctiveConstraint(Constraint):
@@ -118,15 +118,15 @@ class DisjunctiveConstraint(Constraint):
         return [*level]
 
     def advance(self) -> list[int] | None:
-        """The tokens with which a word goes on."""
+        """Return the tokens with which a word goes on."""
         return self._next() or None
 
     def does_advance(self, token_id: int) -> bool:
-        """Whether a word goes on with the token."""
+        """Return whether a word goes on with the token."""
         return token_id in self._next()
 
     def update(self, token_id: int) -> tuple[bool, bool, bool]:
-        """One token further in a word, or back to the beginning."""
+        """Go one token further in a word, or back to the beginning."""
         stepped = self.does_advance(token_id)
         if stepped:
             self._read = (*self._read, token_id)
@@ -136,15 +136,15 @@ class DisjunctiveConstraint(Constraint):
         return stepped, self.completed, not stepped
 
     def reset(self) -> None:
-        """No token of a word was read."""
+        """Forget the tokens of a word that were read."""
         self._read, self.completed = (), False
 
     def remaining(self) -> int:
-        """How many tokens the longest word would still take; 0 after a word."""
+        """Return how many tokens the longest word would still take; 0 after a word."""
         return 0 if self.completed else self.seqlen - len(self._read)
 
     def copy(self, stateful: bool = False) -> DisjunctiveConstraint:
-        """The same words."""
+        """Return the same words."""
         other: DisjunctiveConstraint = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         if not stateful:
@@ -161,13 +161,16 @@ class PhrasalConstraint(DisjunctiveConstraint):
         self.token_ids: Any = [int(token) for token in token_ids]
 
     def advance(self) -> Any:
-        """The token with which the word goes on."""
+        """Return the token with which the word goes on."""
         ahead = self._next()
         return ahead[0] if ahead else None
 
 
 def _trie(words: list[list[int]]) -> dict[int, Any]:
-    """The words as nested dicts; RequestError where one begins another, or is there twice."""
+    """Return the words as nested dicts.
+
+    Raise RequestError where one begins another, or is repeated.
+    """
     root: dict[int, Any] = {}
     ends = []
     for word in words:

@@ -36,7 +36,7 @@ class Contrastive:
         return self.top_k
 
     def pick(self, batch: Batch, scores: Scores, earlier: Picked = ()) -> tuple[Tensor, ...]:
-        """(S,) rating of each sibling; (S, top_k) probabilities and ids of its next tokens."""
+        """Pick (S,) rating of each sibling; (S, top_k) probabilities and ids of its next tokens."""
         values = scores.whole().values
         probabilities, tokens = torch.topk(torch.softmax(values, dim=-1), self.top_k)
         units: dict[tuple[int, int], Tensor] = {}
@@ -44,7 +44,7 @@ class Contrastive:
         return torch.stack(ratings), probabilities, tokens
 
     def _rating(self, batch: Batch, s: int, units: dict[tuple[int, int], Tensor]) -> Tensor:
-        """() of sibling s; `units` keeps directions of hidden states that siblings share."""
+        """Return the () rating of sibling s; `units` keeps directions that siblings share."""
         sequence = batch.sequences[s]
         if not sequence.provisional:  # the opening: there is nothing to choose between yet
             return torch.zeros((), dtype=torch.float64)
@@ -57,7 +57,7 @@ class Contrastive:
         return (1.0 - self.alpha) * sequence.score - self.alpha * similarity
 
     def select(self, batch: Batch, picked: Picked) -> Children:
-        """The best sibling of each group settles its token, and has `top_k` children."""
+        """Settle the token of the best sibling of each group, and give it `top_k` children."""
         ratings, probabilities, tokens = picked[0]
         best = [
             first + int(ratings[first : first + self.top_k].argmax())
@@ -86,19 +86,19 @@ class Contrastive:
         )
 
     def _reasons(self, batch: Batch, best: np.ndarray) -> list[FinishReason | None]:
-        """Why the chosen siblings end with their last token, which is settled now."""
+        """Return why the chosen siblings end with their last token, which is settled now."""
         chosen = [batch.sequences[s] for s in best]
         last = [batch.table.data[q.line, q.visible - 1] if q.provisional else 0 for q in chosen]
         reasons = batch.stops(best, np.array(last))
         return [r if q.provisional else None for r, q in zip(reasons, chosen, strict=True)]
 
     def finish(self, group: Group) -> list[Finished]:
-        """The settled tokens, which all siblings share."""
+        """Return the settled tokens, which all siblings share."""
         return group.done[:1]
 
 
 def _directions(hidden: Tensor, known: dict[tuple[int, int], Tensor]) -> Tensor:
-    """(n, E) hidden states -> float64 of length 1, worked out once for the same memory."""
+    """Return (n, E) hidden states as float64 of length 1, worked out once for the same memory."""
     place = (hidden.data_ptr(), len(hidden))
     if place not in known:
         wide = hidden.double()

@@ -28,7 +28,7 @@ class DiverseBeam(BankedBeams):
         return self.groups
 
     def turn(self, batch: Batch, earlier: Picked) -> tuple[np.ndarray, np.ndarray | None]:
-        """The rows of the next search, and the tokens that the earlier ones go on with."""
+        """Return the rows of the next search, and the tokens that the earlier ones go on with."""
         rows = self.rows(batch, len(earlier))
         if not earlier:
             return rows, None

@@ -18,7 +18,7 @@ Picked = tuple[tuple[np.ndarray, ...], ...]
 
 
 def continue_each(batch: Batch, tokens: np.ndarray) -> Children:
-    """Every sequence has one child with its token, (S,).
+    """Give every sequence one child with its token, (S,).
 
     A sequence that has already ended, and lingers, goes on with the pad token. One that has no
     token, -1, ends with an error.
@@ -41,7 +41,7 @@ def continue_each(batch: Batch, tokens: np.ndarray) -> Children:
 
 
 def in_order(group: Group) -> list[Finished]:
-    """The done sequences of a group by their rank."""
+    """Return the done sequences of a group by their rank."""
     return sorted(group.done, key=lambda done: done.index)
 
 
@@ -57,8 +57,10 @@ class Greedy:
     rounds: ClassVar[int] = 1
 
     def pick(self, batch: Batch, scores: Scores, earlier: Picked = ()) -> tuple[Tensor, ...]:
-        """(S,) the choice of every row, -1 where every token is ruled out or one is nan; in either
-        order of a list the first of equals is the lowest id."""
+        """Choose for every row, (S,), -1 where every token is ruled out or one is nan.
+
+        In either order of a list the first of equals is the lowest id.
+        """
         values, tokens = scores.values, scores.tokens
         if not on_host(values):
             top, best = values.max(dim=-1)
@@ -72,11 +74,11 @@ class Greedy:
         return (torch.from_numpy(np.where(lost, -1, chosen) if lost.any() else chosen),)
 
     def select(self, batch: Batch, picked: Picked) -> Children:
-        """One child each."""
+        """Return one child each."""
         return continue_each(batch, picked[0][0])
 
     def finish(self, group: Group) -> list[Finished]:
-        """The one sequence."""
+        """Return the one sequence."""
         return in_order(group)
 
 
@@ -95,13 +97,13 @@ class Sample:
         return self.width
 
     def pick(self, batch: Batch, scores: Scores, earlier: Picked = ()) -> tuple[Tensor, ...]:
-        """(S,) the choice of every row."""
+        """Choose for every row, (S,)."""
         return (batch.draws.choose(scores, batch.places()),)
 
     def select(self, batch: Batch, picked: Picked) -> Children:
-        """One child each."""
+        """Return one child each."""
         return continue_each(batch, picked[0][0])
 
     def finish(self, group: Group) -> list[Finished]:
-        """Every sequence, by its rank."""
+        """Return every sequence, by its rank."""
         return in_order(group)

@@ -73,7 +73,7 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization:
 
 
 def refuse_quantized_windows(windows: Sequence[int | None]) -> None:
-    """Raises where a layer has a window: what it drops need not be quantised."""
+    """Refuse layers that have a window: what it drops need not be quantised."""
     if any(window is not None for window in windows):
         raise UnsupportedError(
             "a quantised cache is for models without sliding windows",

@@ -94,7 +94,7 @@ class Cache:
         layer_idx: int,
         cache_kwargs: Mapping[str, Any] | None = None,
     ) -> Pair:
-        """Stores (B, K, T, D) in a layer and returns what the new positions may see, S >= T.
+        """Store (B, K, T, D) in a layer and return what the new positions may see, S >= T.
 
         `cache_kwargs`: not read; positions follow from what is stored.
         """

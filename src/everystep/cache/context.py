@@ -71,7 +71,7 @@ class CacheContext:
     def attend(
         self, layer: int, q: Tensor, kv: Tensor, rule: Rule, bias: RelativeBias | None = None
     ) -> Tensor:
-        """Stores kv (N, 2, K, D), lets q (N, H, D) look at its rows, returns (N, H * D)."""
+        """Store kv (N, 2, K, D), let q (N, H, D) look at its rows, return (N, H * D)."""
         place, index = self._rows.place[layer]
         bank, plan = self._rows.banks[place], self.plan
         kept = bank.format.packed(kv)
@@ -89,7 +89,7 @@ class CacheContext:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def attend_across(self, layer: int, q: Tensor, rule: Rule) -> Tensor:
-        """Lets q (N, H, D) look at the encoder states of its rows, returns (N, H * D)."""
+        """Let q (N, H, D) look at the encoder states of its rows, return (N, H * D)."""
         across = self._rows.across.layer(self._rows.crossed[layer])
         parts = []
         if self.plan.rectangle is not None:

@@ -41,7 +41,7 @@ class CacheLayer(ABC):
 
     @abstractmethod
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores (B, K, T, D) after what there is; returns all that the new positions may see."""
+        """Store (B, K, T, D) after what there is; return all that the new positions may see."""
 
     @abstractmethod
     def crop(self, tokens_to_remove: int) -> None:
@@ -102,7 +102,7 @@ class DynamicLayer(CacheLayer):
     """Grows with every update."""
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores (B, K, T, D) after what there is, and returns everything."""
+        """Store (B, K, T, D) after what there is, and return everything."""
         self._append(key_states, value_states)
         return self.whole()
 
@@ -131,7 +131,7 @@ class DynamicSlidingWindowLayer(DynamicLayer):
         self._keeps_past = True
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores (B, K, T, D); returns these and what the first of them can see before it."""
+        """Store (B, K, T, D); return these and what the first of them can see before it."""
         keys, values = super().update(key_states, value_states)
         if self._keeps_past:
             seen = self.sliding_window - 1 + key_states.shape[-2]
@@ -172,7 +172,7 @@ class StaticLayer(CacheLayer):
         return self.max_cache_len
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores (B, K, T, D) after what there is; returns the whole room."""
+        """Store (B, K, T, D) after what there is; return the whole room."""
         end = self._length + key_states.shape[-2]
         if end > self.max_cache_len:
             raise RequestError(
@@ -211,7 +211,7 @@ class StaticLayer(CacheLayer):
         )
 
     def reset(self) -> None:
-        """Holds zeros; the room stays."""
+        """Fill the room, which stays, with zeros."""
         self.change_rows(Tensor.zero_)
         self._length = 0
 
@@ -225,7 +225,7 @@ class StaticSlidingWindowLayer(StaticLayer):
         super().__init__(min(max_cache_len, sliding_window))
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores (B, K, T, D), of which the last that fit stay; returns what the first sees."""
+        """Store (B, K, T, D), of which the last that fit stay; return what the first sees."""
         end = self._length + key_states.shape[-2]
         if end <= self.max_cache_len:
             return super().update(key_states, value_states)
@@ -257,7 +257,7 @@ class QuantizedLayer(CacheLayer):
         self._groups: list[tuple[Codes, Codes]] = []
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores (B, K, T, D); returns everything, what was stored before as it is stored."""
+        """Store (B, K, T, D); return everything, what was stored before as it is stored."""
         self._append(key_states, value_states)
         everything = self.whole()
         self._pack()

@@ -126,7 +126,7 @@ class Pool:
         self._used[line] = max(self._used[line], length)
 
     def fill(self, line: int, values: Tensor) -> None:
-        """Writes (L, 2, K, length, D) at the start of a wiped line."""
+        """Write (L, 2, K, length, D) at the start of a wiped line."""
         self.touch(line, values.shape[3])
         self.read(line, values.shape[3]).copy_(values)
 

@@ -121,7 +121,7 @@ class RowCache:
     # --- verbs ------------------------------------------------------------------------------------
 
     def apply(self, work: Work) -> None:
-        """Does what happened since the last step, in order, and copies what has to be."""
+        """Do what happened since the last step, in order, and copy what has to be."""
         for verb in work.verbs:
             if verb.kind == "allocate":
                 self.allocate(verb.row, work.encoders.get(verb.row), work.pasts.get(verb.row))

@@ -135,5 +135,5 @@ class Recurrence:
         return tuple(made)
 
     def remember(self, states: tuple[Tensor, ...]) -> None:
-        """Keeps (M, *shape) of each shape; layers come one after another."""
+        """Keep (M, *shape) of each shape; layers come one after another."""
         self._record.append(states)

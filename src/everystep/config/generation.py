@@ -109,9 +109,9 @@ class GenerationConfig(FieldAttributes):
     def validate(
         self, strict: bool = False, user_set_attributes: Collection[str] | None = None
     ) -> None:
-        """Returns if the values go together.
+        """Raise RequestError unless the values go together.
 
-        RequestError for what is impossible or in conflict, and with `strict` also for values
+        It is raised for what is impossible or in conflict, and with `strict` also for values
         without effect, which else are a warning. Inherited values cause neither; the caller's are
         `user_set_attributes`, or all that are not `inherited`.
         """
@@ -124,7 +124,7 @@ class GenerationConfig(FieldAttributes):
     def update(
         self, defaults_only: bool = False, allow_custom_entries: bool = False, **values: Any
     ) -> dict[str, Any]:
-        """Sets the fields among `values`, all of them or none; returns what was not used.
+        """Set the fields among `values`, all of them or none; return what was not used.
 
         With `defaults_only` a field that has a value keeps it, and the other value counts as not
         used; with `allow_custom_entries` names that no field has go into `extra`.

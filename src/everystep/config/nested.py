@@ -25,7 +25,7 @@ class _Nested:
         self.validate()
 
     def validate(self) -> None:
-        """Returns if every value is possible; RequestError otherwise."""
+        """Raise RequestError unless every value is possible."""
         for name, kind in self.kinds.items():
             do = f"Give {name} such a value, or leave it out"
             kind.checked(getattr(self, name), f"{self.where}.{name}", do)

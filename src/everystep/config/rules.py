@@ -380,7 +380,7 @@ RULES = (*_SAMPLING, *_BEAMS, *_CONSTRAINTS, *_SINGLE, *_CACHING, *_OTHERS)
 
 
 def refuse_impossible(values: Values) -> None:
-    """Returns if something can be generated as asked; RequestError with the first reason if not."""
+    """Raise RequestError, with the first reason, unless something can be generated as asked."""
     for rule in RULES:
         if rule.level == "impossible" and rule.clash(values):
             raise RequestError(rule.text(values))

@@ -69,7 +69,7 @@ def encoder_of(model: Model, name: str = "auto") -> Encode | None:
 
 
 def refuse_cache_dtype(model: Model, cache_dtype: CacheDtype | None) -> None:
-    """Raises UnsupportedError if rows of this model cannot keep keys and values in this type."""
+    """Raise UnsupportedError if rows of this model cannot keep keys and values in this type."""
     if cache_dtype is not None and model.network.encodes:
         raise UnsupportedError(
             "a model with an encoder keeps keys and values in the type that it computes in",

@@ -58,7 +58,7 @@ def loading() -> Iterator[None]:
 
 
 def _give_back() -> None:
-    """Returns free memory to the system, where the allocator is glibc's: it keeps what it can."""
+    """Return free memory to the system, where the allocator is glibc's: it keeps what it can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -76,7 +76,7 @@ def _shortages(what: str, do: str) -> Iterator[None]:
 
 
 def leave_if_ending() -> None:
-    """Raises SystemExit in a daemon thread once the interpreter has begun to end."""
+    """Raise SystemExit in a daemon thread once the interpreter has begun to end."""
     if _end.begun and threading.get_ident() != _end.thread:
         raise SystemExit("the interpreter is ending")
 

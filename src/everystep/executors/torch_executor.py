@@ -83,8 +83,8 @@ class TorchExecutor:
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want.
 
-        `logits` are float64 for a float64 model and float32 otherwise. CapacityError where memory
-        runs out. After any error or interrupt the executor can be used, but has no rows.
+        `logits` are float64 for a float64 model and float32 otherwise. Raise CapacityError where
+        memory runs out. After any error or interrupt the executor can be used, but has no rows.
         """
         with in_process(), inference_mode():
             if self._cut_short:

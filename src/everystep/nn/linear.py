@@ -166,7 +166,7 @@ def shared_linear(
 
 
 def refuse_gradients(*tensors: Tensor | None) -> None:
-    """Raises UnsupportedError if a gradient would have to pass from packed weights to a tensor."""
+    """Raise UnsupportedError if a gradient would have to pass from packed weights to a tensor."""
     if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors):
         raise UnsupportedError(
             "packed weights are a frozen copy, and no gradient passes through them",

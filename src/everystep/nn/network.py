@@ -73,11 +73,11 @@ class Context(Protocol):
     def attend(
         self, layer: int, q: Tensor, kv: Tensor, rule: Rule, bias: RelativeBias | None = None
     ) -> Tensor:
-        """Stores kv (N, 2, K, D), lets q (N, H, D) look at its rows, returns (N, H * D)."""
+        """Store kv (N, 2, K, D), let q (N, H, D) look at its rows, return (N, H * D)."""
         ...
 
     def attend_across(self, layer: int, q: Tensor, rule: Rule) -> Tensor:
-        """Lets q (N, H, D) look at the encoder states of its rows, returns (N, H * D)."""
+        """Let q (N, H, D) look at the encoder states of its rows, return (N, H * D)."""
         ...
 
     def feeds(self) -> Ragged:
@@ -89,7 +89,7 @@ class Context(Protocol):
         ...
 
     def remember(self, layer: int, states: tuple[Tensor, ...]) -> None:
-        """Keeps (M, *shape) of each shape: the layer's states where the feeds say."""
+        """Keep (M, *shape) of each shape: the layer's states where the feeds say."""
         ...
 
     def keep(self, hidden: Tensor) -> None:

@@ -23,7 +23,7 @@ def quantize(values: Tensor, format: Rounding) -> QuantizedWeight:
     """Round a (rows, columns) float matrix to 8 bits per output channel or 4 per group of 32.
 
     `int8`: scale = largest magnitude of the row / 127. `int4`: of the forms with and without a
-    minimum the one with the smaller squared error over the matrix. Raises UnsupportedError for
+    minimum the one with the smaller squared error over the matrix. Raise UnsupportedError for
     `int4` where the columns are not whole groups.
     """
     if format == "int8":

@@ -60,7 +60,7 @@ def _of_strangers(parents: list[Sequence]) -> Iterator[tuple[Stop, list[int]]]:
 def _ask(
     stop: Stop, asked: Candidates, members: list[int] | range, reasons: list[FinishReason | None]
 ) -> None:
-    """Writes why candidates end; `members`: their places among all."""
+    """Write why candidates end; `members`: their places among all."""
     for a in stop(asked).nonzero()[0].tolist():
         if reasons[members[a]] is None:
             reasons[members[a]] = stop.reason(asked, a)

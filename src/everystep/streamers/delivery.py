@@ -36,8 +36,7 @@ class Delivery:
 
     @contextmanager
     def open(self, prompt: np.ndarray) -> Iterator[Delivery]:
-        """Passes on the prompt, (rows, T), and at the end that it is over, or the error that ended
-        it."""
+        """Pass on the prompt, (rows, T), and at the end that it is over, or the error behind it."""
         try:
             self._put(prompt.repeat(self._returns, axis=0))
             yield self
@@ -51,7 +50,7 @@ class Delivery:
         self._streamer.end()
 
     def __call__(self, events: list[Event]) -> None:
-        """Passes on what became known in a step."""
+        """Pass on what became known in a step."""
         if self._on_event is not None:
             for event in events:
                 self._on_event(self._wording(event))

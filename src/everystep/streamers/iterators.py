@@ -33,13 +33,13 @@ class TextIteratorStreamer(TextStreamer):
         self.timeout = timeout
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Puts the chunk into the queue, and the stop signal after the last."""
+        """Put the chunk into the queue, and the stop signal after the last."""
         self.text_queue.put(text, timeout=self.timeout)
         if stream_end:
             self.text_queue.put(self.stop_signal, timeout=self.timeout)
 
     def fail(self, error: BaseException) -> None:
-        """Puts what was held back into the queue, and the error after it."""
+        """Put what was held back into the queue, and the error after it."""
         self.on_finalized_text(self.take_rest())
         self.text_queue.put(error, timeout=self.timeout)
 
@@ -74,13 +74,13 @@ class AsyncTextIteratorStreamer(TextStreamer):
         self.loop = asyncio.get_running_loop()
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Has the loop put the chunk into the queue, and the stop signal after the last."""
+        """Have the loop put the chunk into the queue, and the stop signal after the last."""
         self._put(text)
         if stream_end:
             self._put(self.stop_signal)
 
     def fail(self, error: BaseException) -> None:
-        """Has the loop put what was held back into the queue, and the error after it."""
+        """Have the loop put what was held back into the queue, and the error after it."""
         self.on_finalized_text(self.take_rest())
         self._put(error)
 

@@ -37,15 +37,15 @@ class BaseStreamer:
     """
 
     def put(self, value: Tensor) -> None:
-        """Takes the prompt, (R, T), and then the new ids, (R,), or (1, n) if n came at once."""
+        """Take the prompt, (R, T), and then the new ids, (R,), or (1, n) if n came at once."""
         self._refuse_undefined("put")
 
     def end(self) -> None:
-        """Learns that there is nothing to come."""
+        """Learn that there is nothing to come."""
         self._refuse_undefined("end")
 
     def fail(self, error: BaseException) -> None:
-        """Learns that generation ended by an error, in place of `end`; here that is the same."""
+        """Learn that generation ended by an error, in place of `end`; here that is the same."""
         self.end()
 
     def _refuse_undefined(self, name: str) -> NoReturn:
@@ -78,7 +78,7 @@ class TextStreamer(BaseStreamer):
         self._final = ""  # of the line's text: what no later id can change
 
     def put(self, value: Tensor) -> None:
-        """Takes further ids, (n,) or (1, n), and passes on the text that they complete."""
+        """Take further ids, (n,) or (1, n), and pass on the text that they complete."""
         if value.dim() > 1 and value.shape[0] > 1:
             raise RequestError(
                 "a text streamer follows one sequence",
@@ -100,11 +100,11 @@ class TextStreamer(BaseStreamer):
         self.on_finalized_text(ready)
 
     def end(self) -> None:
-        """Passes on what was held back."""
+        """Pass on what was held back."""
         self.on_finalized_text(self.take_rest(), stream_end=True)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Prints; the last text ends the line."""
+        """Print; the last text ends the line."""
         sys.stdout.write(f"{text}\n" if stream_end else text)
         sys.stdout.flush()
 

@@ -221,7 +221,7 @@ class Sequence:
         self.row, self.cached = None, self.request.prompt.start
 
     def forget(self) -> None:
-        """Drops the memories; immutable values stay."""
+        """Drop the memories; immutable values stay."""
         self.memo = values_of(self.memo)
 
     @property
@@ -287,7 +287,7 @@ class Group:
         )  # fmt: skip
 
     def become(self, other: Group) -> None:
-        """Makes this group equal to the other one. Doing it again changes nothing."""
+        """Make this group equal to the other one. Doing it again changes nothing."""
         self.request, self.best = other.request, other.best
         self.live, self.done, self.state = other.live, other.done, other.state
         self.prompt_known, self.pasts = other.prompt_known, other.pasts

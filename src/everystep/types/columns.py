@@ -45,7 +45,7 @@ class Columns:
         return shared if self._own is None else (*shared, self._own)
 
     def append(self, hidden: Tensor) -> None:
-        """Appends the next positions, (n, E), at least one."""
+        """Append the next positions, (n, E), at least one."""
         self._settle()
         self._own = hidden
 
@@ -55,7 +55,7 @@ class Columns:
         return Columns(self.shift, self._shelf, self._shared)
 
     def rewind(self, visible: int) -> None:
-        """Drops what is known beyond the first `visible` ids."""
+        """Drop what is known beyond the first `visible` ids."""
         length = max(visible - self.shift, 0)
         if self._own is not None:
             own = length - self._shared
@@ -63,7 +63,7 @@ class Columns:
         self._shared = min(self._shared, length)
 
     def _settle(self) -> None:
-        """Moves its own rows to the shelf, after those that others may share."""
+        """Move its own rows to the shelf, after those that others may share."""
         own = self._own
         if own is None:
             return

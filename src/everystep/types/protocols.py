@@ -216,7 +216,7 @@ class Drafting(Protocol):
         """Return the ids that may follow the sequence, for each that is asked for."""
 
     def restart(self) -> None:
-        """Drops everything that it held for sequences; it is made again from the ids."""
+        """Drop everything that it held for sequences; it is made again from the ids."""
 
     def held(self) -> int:
         """Return how many cache rows it holds."""

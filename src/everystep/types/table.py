@@ -36,7 +36,7 @@ class TokenTable:
         return line
 
     def write(self, line: int, start: int, ids: list[int]) -> None:
-        """Writes `ids` into the line from `start` on."""
+        """Write `ids` into the line from `start` on."""
         self.reserve(start + len(ids))
         for place, token in enumerate(ids, start):
             self.data[line, place] = token

@@ -110,8 +110,7 @@ def command(cxx: str, name: str, target: Path, extra: Sequence[str] = ()) -> lis
 
 
 def build(names: Iterable[str]) -> list[str]:
-    """Compiles the libraries of these sets that are missing or older than their sources; returns
-    what went wrong."""
+    """Compile the libraries of these sets that are missing or outdated; return what went wrong."""
     cxx = compiler()
     if cxx is None:
         return ["no C++ compiler was found (set CXX, or install g++ or clang++)"]

@@ -98,8 +98,8 @@ class NativeExecutor:
         """Apply the verbs in order, run the feeds, return what they want; logits are float32.
 
         After any error or interrupt the executor can be used, but what its rows hold is unknown.
-        CapacityError where memory or threads do not suffice; RequestError where another run of it
-        has not ended, in another thread or in the one that was interrupted by this call.
+        Raise CapacityError where memory or threads do not suffice, and RequestError where another
+        run of it has not ended, in another thread or in the one that this call interrupted.
         """
         turn = self._enter()
         try:

@@ -267,7 +267,7 @@ _FAILURES: Mapping[int, tuple[type[EverystepError], str]] = {
 
 
 def check(failure: int) -> None:
-    """Raises the error for what a function of the library returned, unless that is 0."""
+    """Raise the error for what a function of the library returned, unless that is 0."""
     if failure:
         kind, text = _FAILURES[failure]
         raise kind(text)

@@ -74,7 +74,7 @@ class WantedLayers:
         return np.concatenate(places), {f: one for f, one in shapes.items() if one[0]}
 
     def write(self, step: StepWork) -> None:
-        """Asks the step for them; it must be kept until the step is done."""
+        """Ask the step for them; it must be kept until the step is done."""
         step.hidden = None if self._last is None else self._last.data_ptr()
         step.early, step.early_rows = len(self._layers), len(self._places)
         held = (self._layers.ctypes.data, self._hidden.data_ptr(), self._places.ctypes.data)

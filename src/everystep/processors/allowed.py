@@ -76,12 +76,12 @@ class AllowedSequences:
         return self._size - 1
 
     def goes_on_after(self, ends: Sequence[int]) -> bool:
-        """Whether a sequence goes on after one of these tokens."""
+        """Return whether a sequence goes on after one of these tokens."""
         edges = np.flatnonzero(np.isin(self._tokens, ends))
         return bool((self._first[edges + 2] > self._first[edges + 1]).any())
 
     def step(self, nodes: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """(R,) nodes and the tokens that follow -> (R,) nodes."""
+        """Step from (R,) nodes over the tokens that follow to (R,) nodes."""
         keys = nodes * self._size + tokens
         edge = np.searchsorted(self._keys, keys)
         known = (tokens < self._size) & (edge < len(self._keys))
@@ -89,13 +89,16 @@ class AllowedSequences:
         return np.where(known, edge + 1, self.outside)
 
     def counts(self, nodes: np.ndarray) -> np.ndarray:
-        """(R,) how many tokens may follow each node, beside the end."""
+        """Return (R,) how many tokens may follow each node, beside the end."""
         counts: np.ndarray = self._first[nodes + 1] - self._first[nodes]
         return counts
 
     def listed(self, nodes: np.ndarray, ends: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """(R, n) the tokens that may follow each node, in rising order, and which places hold
-        one; where a sequence ends, these are the `ends` too."""
+        """Return (R, n) the tokens that may follow each node, in rising order, and which places
+        hold one.
+
+        Where a sequence ends, these are the `ends` too.
+        """
         counts = self.counts(nodes)
         places = np.arange(int(counts.max(initial=0)))
         inside = places < counts[:, None]
@@ -121,11 +124,11 @@ class TrieWalk:
         self.start, self.nodes = start, nodes
 
     def copy(self) -> TrieWalk:
-        """One that knows the same."""
+        """Return one that knows the same."""
         return TrieWalk(self.start, self.nodes.copy())
 
     def rewind(self, length: int) -> None:
-        """It knows at most the first `length` visible ids."""
+        """Forget all but the first `length` visible ids."""
         del self.nodes[max(length - self.start, 0) + 1 :]
 
 
@@ -147,7 +150,7 @@ class AllowedSequencesLogitsProcessor(LogitsProcessor):
         object.__setattr__(self, "digest", self.allowed.digest)
 
     def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
-        """The allowed tokens as lists, where those are short and the rows lie on the host."""
+        """Return the allowed tokens as lists, where these are short and the rows on the host."""
         if scores.tokens is not None or temperature != 1.0 or not on_host(scores.values):
             return None
         nodes = self._nodes(rows)
@@ -161,7 +164,7 @@ class AllowedSequencesLogitsProcessor(LogitsProcessor):
         return Scores(values, ids, scores.vocabulary)
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
+        """Process (R, V) -> (R, V)."""
         tokens, held = self.allowed.listed(self._nodes(rows), self.eos_token_id)
         row, place = np.nonzero(held)
         at = torch.from_numpy(row), torch.from_numpy(tokens[row, place])
@@ -170,7 +173,7 @@ class AllowedSequencesLogitsProcessor(LogitsProcessor):
         return only_allowed(rows, scores, mask, self.num_beams)
 
     def _nodes(self, rows: Rows) -> np.ndarray:
-        """(R,) where each row stands in the trie."""
+        """Return (R,) where each row stands in the trie."""
         walks = [self._walk(rows, r) for r in range(len(rows))]
         wanted = [int(n) - walk.start for n, walk in zip(rows.lengths, walks, strict=True)]
         data = rows.table.data
@@ -185,7 +188,7 @@ class AllowedSequencesLogitsProcessor(LogitsProcessor):
         return np.array([walk.nodes[n] for walk, n in zip(walks, wanted, strict=True)])
 
     def _walk(self, rows: Rows, r: int) -> TrieWalk:
-        """What is remembered of the sequence of row r, or of ids that are given by hand."""
+        """Return what is remembered of the sequence of row r, or of ids that are given by hand."""
         sequence, key = rows.sequences[r], f"walk {self.digest}"
         start = sequence.request.prompt_visible
         if not remembers(rows):
@@ -195,7 +198,7 @@ class AllowedSequencesLogitsProcessor(LogitsProcessor):
 
 
 def _as_ids(sequences: list[Any], tokenizer: Any) -> list[Any]:
-    """Every sequence as ids."""
+    """Return every sequence as ids."""
     if not sequences:
         raise RequestError(
             "allowed_sequences is empty", wanted="at least one sequence", got="none",
@@ -219,7 +222,7 @@ def _as_ids(sequences: list[Any], tokenizer: Any) -> list[Any]:
 
 
 def _flat(sequences: list[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """All ids one after another, and how many each sequence has."""
+    """Return all ids one after another, and how many each sequence has."""
     wrong = next((one for one in sequences if not isinstance(one, list | tuple) or not one), None)
     if wrong is None:
         kinds = set(map(type, chain.from_iterable(sequences)))

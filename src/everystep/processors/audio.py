@@ -47,7 +47,7 @@ class WhisperTimeStampLogitsProcessor(LogitsProcessor):
             self._detects = getattr(generate_config, "_detect_timestamp_from_logprob", True)
 
     def set_begin_index(self, begin_index: int) -> None:
-        """From now on the text begins at that place."""
+        """Let the text begin at that place from now on."""
         self.begin_index = begin_index
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class WhisperTimeStampLogitsProcessor(LogitsProcessor):
         return result
 
     def _restrict(self, scores: Tensor, text: list[int]) -> None:
-        """(V,) scores that follow a text: no timestamp alone, none that lies before the last."""
+        """Restrict (V,) scores that follow a text: no timestamp alone, none before the last."""
         first = self.timestamp_begin
         last = bool(text) and text[-1] >= first
         paired = len(text) < 2 or text[-2] >= first
@@ -76,7 +76,7 @@ class WhisperTimeStampLogitsProcessor(LogitsProcessor):
             scores[first : stamps[-1] + (0 if last and not paired else 1)] = -math.inf
 
     def _begin(self, scores: Tensor) -> None:
-        """(V,) scores of the first token: a timestamp that is not too late."""
+        """Restrict (V,) scores of the first token to a timestamp that is not too late."""
         scores[: self.timestamp_begin] = -math.inf
         if self.max_initial_timestamp_index is not None:
             scores[self.timestamp_begin + self.max_initial_timestamp_index + 1 :] = -math.inf
@@ -109,11 +109,11 @@ class WhisperNoSpeechDetection(LogitsProcessor):
         """(R,) how likely each row is silence; [0.0] before the text began."""
 
     def set_model(self, model: Any) -> None:
-        """The model that reads the inputs."""
+        """Set the model that reads the inputs."""
         self.model = model
 
     def set_inputs(self, inputs: dict[str, Any]) -> None:
-        """What the model reads: the arguments of the generation, its inputs as features."""
+        """Set what the model reads: the arguments of the generation, its inputs as features."""
         prepared = {**self.model.prepare_inputs_for_generation(**inputs), **inputs}
         prepared["input_features"] = prepared.pop("inputs")
         if "input_ids" not in inspect.signature(self.model.forward).parameters:
@@ -121,17 +121,17 @@ class WhisperNoSpeechDetection(LogitsProcessor):
         self.inputs = prepared
 
     def set_begin_index(self, begin_index: int) -> None:
-        """From now on the text begins at that place."""
+        """Let the text begin at that place from now on."""
         self.begin_index = begin_index
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """The scores, untouched."""
+        """Return the scores, untouched."""
         if input_ids.shape[1] == self.begin_index:
             self.no_speech_prob = self._first(scores)[:, self.no_speech_token]
         return scores
 
     def _first(self, scores: Tensor) -> Tensor:
-        """(R, V) probabilities after the start token."""
+        """Return (R, V) probabilities after the start token."""
         if self.start_of_trans_offset > 1:
             with modes_kept(), torch.no_grad():
                 logits: Tensor = self.model(**(self.inputs or {})).logits
@@ -164,7 +164,7 @@ class AlternatingCodebooksLogitsProcessor(LogitsProcessor):
 
 @dataclass(frozen=True)
 class BarkEosPrioritizerLogitsProcessor(LogitsProcessor):
-    """Where ending has more than `min_eos_p`, nothing else may be chosen."""
+    """A processor that leaves nothing but the end where that has more than `min_eos_p`."""
 
     eos_token_id: Any
     min_eos_p: float | None
@@ -197,7 +197,7 @@ class DiaEOSChannelFilterLogitsProcessor(LogitsProcessor):
     checked = (Parameter("num_channels", SIZE), Parameter("eos_token_id", SIZE))
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """(batch * channels, V) or (batch, channels, V) scores -> (batch * channels, V)."""
+        """Process (batch * channels, V) or (batch, channels, V) scores -> (batch * channels, V)."""
         end, size = self.eos_token_id, scores.shape[-1]
         scores = scores.reshape(-1, size)
         token = torch.arange(size, device=scores.device)
@@ -228,7 +228,7 @@ class DiaEOSDelayPatternLogitsProcessor(LogitsProcessor):
         self._ending: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """(batch * channels, V) or (batch, channels, V) scores -> (batch * channels, V)."""
+        """Process (batch * channels, V) or (batch, channels, V) scores -> (batch * channels, V)."""
         grid = scores.reshape(-1, self.num_channels, scores.shape[-1])
         scores = scores.reshape(-1, scores.shape[-1])
         if self._left is None or self._ending is None:

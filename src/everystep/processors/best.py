@@ -26,22 +26,21 @@ _MOST = 1024  # tokens of one row; longer lists are worth no more than whole row
 
 
 def is_wide(scores: Tensor) -> bool:
-    """Whether looking for few of the tokens is worth while, and possible."""
+    """Return whether looking for few of the tokens is worth while, and possible."""
     fits = on_host(scores) and scores.dtype in (torch.float32, torch.float64)
     return fits and scores.shape[-1] > _NARROW
 
 
 def is_few(count: int, vocabulary: int) -> bool:
-    """Whether so many of a row's tokens are looked for without all others."""
+    """Return whether so many of a row's tokens are looked for without all others."""
     return vocabulary > _NARROW and count * 2 <= math.ceil(vocabulary / _BLOCK)
 
 
 def best_of(scores: Scores, count: Counts, temperature: Numbers = 1.0) -> Scores | None:
-    """Lists of the `count` best of each row and of all that equal the last of them; None if those
-    are many.
+    """Return lists of the `count` best of each row and of all that equal the last of them.
 
-    Whole rows, which must be wide, are divided by a temperature first. Rows whose lists do not
-    decide are read whole.
+    None if those are many. Whole rows, which must be wide, are divided by a temperature first. Rows
+    whose lists do not decide are read whole.
     """
     if scores.tokens is None:
         return _best_of_whole(scores, count, temperature)
@@ -72,7 +71,7 @@ def _best_of_whole(scores: Scores, count: Counts, temperature: Numbers) -> Score
 
 
 def block_highest(scores: Scores, temperature: Numbers) -> np.ndarray:
-    """(R, ceil(V / 64)) the highest of every block of whole rows, divided by the temperature."""
+    """Return (R, ceil(V / 64)) the highest of each block of rows, divided by the temperature."""
     values, size = scores.values, scores.vocabulary
     whole = size - size % _BLOCK
     parts = [values[:, :whole].reshape(len(values), -1, _BLOCK).amax(dim=-1)]
@@ -84,7 +83,7 @@ def block_highest(scores: Scores, temperature: Numbers) -> np.ndarray:
 def above(
     scores: Scores, temperature: Numbers, highest: np.ndarray, threshold: np.ndarray
 ) -> Scores | None:
-    """Lists of what is not below the threshold (R, 1), nor -inf; None if that is many tokens.
+    """Return lists of what is not below the threshold (R, 1), nor -inf; None if that is much.
 
     The scores and `highest`, as `block_highest` gives it, are those of whole rows.
     """
@@ -110,7 +109,7 @@ def above(
 
 
 def _divided(values: np.ndarray, temperature: Numbers, row: Any) -> np.ndarray:
-    """Values of the given rows, divided by the temperatures of those."""
+    """Return values of the given rows, divided by the temperatures of those."""
     heat: Any = temperature
     if isinstance(temperature, tuple):
         heat = np.array(temperature, dtype=values.dtype)[row, None]
@@ -121,7 +120,7 @@ def _divided(values: np.ndarray, temperature: Numbers, row: Any) -> np.ndarray:
 def _table(
     row: np.ndarray, token: np.ndarray, value: np.ndarray, number: np.ndarray, vocabulary: int
 ) -> Scores:
-    """Tokens and values row after row, (C,) each, as lists; `number`: (R,) how many of each row."""
+    """Make lists of tokens and values row after row, (C,) each; `number`: (R,) how many of each."""
     size = (len(number), max(int(number.max(initial=0)), 1))
     place = np.arange(len(row)) - np.repeat(np.cumsum(number) - number, number)
     tokens = np.zeros(size, dtype=np.int64)
@@ -131,7 +130,7 @@ def _table(
 
 
 def _kept(scores: Scores, keep: np.ndarray) -> Scores:
-    """The places of lists that are kept, (R, n) bool, alone."""
+    """Return the places of lists that are kept, (R, n) bool, alone."""
     number = keep.sum(axis=1)
     tokens, values = scores.tokens.numpy()[keep], scores.values.numpy()[keep]  # type: ignore[union-attr]
     width = int(number.max(initial=0))
@@ -143,19 +142,19 @@ def _kept(scores: Scores, keep: np.ndarray) -> Scores:
 
 
 def without(scores: Scores, removed: Tensor) -> Scores:
-    """Lists with -inf where `removed`, (R, n) bool, says so."""
+    """Return lists with -inf where `removed`, (R, n) bool, says so."""
     return replace(scores, values=scores.values.masked_fill(removed, -math.inf), totals=None)
 
 
 def total_weight(scores: np.ndarray) -> np.ndarray:
-    """(R, 1) float64: the sum of its `weights`."""
+    """Return (R, 1) float64: the sum of its `weights`."""
     return weights(scores).sum(axis=1, dtype=np.float64, keepdims=True)
 
 
 def beyond_mass(
     scores: np.ndarray, top_p: np.ndarray, keep: np.ndarray, whole: np.ndarray | None = None
 ) -> np.ndarray:
-    """(R, n) bool: tokens that follow better ones whose share of the whole is at least `top_p`.
+    """Return (R, n) bool: tokens that follow better ones whose share of all is at least `top_p`.
 
     `whole`: (R, 1) the sum of all `weights`, where the scores are only the best of their rows. The
     `keep` best are not removed. Of equal scores the one of a higher id is the better; scores of

@@ -50,7 +50,10 @@ def _prepare(table: Table, device: torch.device) -> _Prepared:
 
 
 def check_width(ids: Iterable[int], size: int | None, name: str) -> None:
-    """RequestError if there is an id that no score belongs to; nothing if the size is unknown."""
+    """Raise RequestError if there is an id that no score belongs to.
+
+    Do nothing if the size is unknown.
+    """
     beyond = [] if size is None else sorted({token for token in ids if token >= size})
     if beyond:
         raise RequestError(
@@ -197,8 +200,10 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
 
 
 def only_allowed(rows: Rows, scores: Tensor, mask: Tensor, num_beams: int) -> Tensor:
-    """(R, n) scores with a mask of 0 and -inf added; where that leaves nothing in all rows of a
-    search of `num_beams`, the mask."""
+    """Return (R, n) scores with a mask of 0 and -inf added.
+
+    Where that leaves nothing in all rows of a search of `num_beams`, return the mask.
+    """
     constrained = scores + mask
     hopeless = constrained.amax(dim=-1).isneginf()
     if not bool(hopeless.any()):
@@ -208,7 +213,7 @@ def only_allowed(rows: Rows, scores: Tensor, mask: Tensor, num_beams: int) -> Te
 
 
 def _in_all_beams(rows: Rows, hopeless: np.ndarray, num_beams: int) -> np.ndarray:
-    """(R,) whether every row of the same search at the same place is hopeless."""
+    """Return (R,) whether every row of the same search at the same place is hopeless."""
     keys = [
         (id(sequence.request), sequence.index // num_beams, int(length))
         for sequence, length in zip(rows.sequences, rows.lengths, strict=True)
@@ -251,7 +256,7 @@ class LogitBias(LogitsProcessor):
 
 
 def matching_tails(rows: Rows, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(row, word) of every row whose prefix ends in that word; `words` (W, n)."""
+    """Return (row, word) of every row whose prefix ends in that word; `words` (W, n)."""
     ids, lengths = rows.ids().numpy(), rows.lengths
     size = words.shape[1]
     if ids.shape[1] < size:

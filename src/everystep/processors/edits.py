@@ -32,7 +32,7 @@ class Edit:
     emptied: Tensor | None = None
 
     def written(self, scores: Tensor) -> Tensor:
-        """The contiguous scores, changed in place."""
+        """Change the contiguous scores in place and return them."""
         if self.emptied is not None:
             if len(self.emptied) == len(scores):
                 scores.fill_(-math.inf)
@@ -51,7 +51,7 @@ class Stretch(NamedTuple):
     counts: list[int]
 
     def own(self, value: float | tuple[float, ...], old: Any) -> Any:
-        """A number as it is; of one per row that of each place's row, (C,) as `old` is."""
+        """Return a number as it is; of one per row that of each place's row, (C,) as `old` is."""
         if not isinstance(value, tuple):
             return value
         return alike(np.repeat(np.array(value[self.rows]), self.counts), old)
@@ -60,7 +60,7 @@ class Stretch(NamedTuple):
 def revised(
     scores: Tensor, stretches: Iterable[Stretch], revise: Callable[[Any, Stretch], Any]
 ) -> Tensor:
-    """The contiguous scores, changed in place.
+    """Change the contiguous scores in place and return them.
 
     `revise`: (C,) old scores of a stretch, an array or a tensor -> as many new ones. A place that
     occurs twice in a stretch gets the same both times.
@@ -80,13 +80,13 @@ def revised(
 
 
 def _is_array(scores: Tensor) -> bool:
-    """Whether numpy may change the scores; it calculates in the same way, with fewer calls."""
+    """Return whether numpy may change the scores; it calculates equally, with fewer calls."""
     known = scores.dtype is torch.float32 or scores.dtype is torch.float64
     return known and on_host(scores) and not scores.requires_grad
 
 
 def stretches(tokens: Sequence[np.ndarray], scores: Tensor) -> Iterator[Stretch]:
-    """The places of each row's tokens, all of which the (R, V) scores have."""
+    """Yield the places of each row's tokens, all of which the (R, V) scores have."""
     room = _AT_ONCE if _is_array(scores) else math.inf
     counts = [len(part) for part in tokens]
     first = 0
@@ -105,12 +105,12 @@ def stretches(tokens: Sequence[np.ndarray], scores: Tensor) -> Iterator[Stretch]
 
 
 def alike(values: np.ndarray, old: Any) -> Any:
-    """The values as an array or tensor of the same kind as `old`."""
+    """Return the values as an array or tensor of the same kind as `old`."""
     return torch.from_numpy(values).to(old) if isinstance(old, Tensor) else values.astype(old.dtype)
 
 
 def places(scores: Tensor, row: np.ndarray, token: np.ndarray) -> Tensor:
-    """(C,) flat places of tokens in rows, (C,) both or of shapes that go together.
+    """Return (C,) flat places of tokens in rows, (C,) both or of shapes that go together.
 
     Ids that no score belongs to are left out.
     """
@@ -122,20 +122,20 @@ def places(scores: Tensor, row: np.ndarray, token: np.ndarray) -> Tensor:
 
 
 def banned(scores: Tensor, row: np.ndarray, token: np.ndarray) -> Edit | None:
-    """-inf at the given tokens of rows; None if there are none."""
+    """Return -inf at the given tokens of rows; None if there are none."""
     index = places(scores, row, token)
     return Edit(index, -math.inf) if len(index) else None
 
 
 def banned_in(scores: Tensor, which: np.ndarray, tokens: tuple[int, ...]) -> Edit | None:
-    """-inf at the same tokens of every row where `which`, (R,) bool, holds."""
+    """Return -inf at the same tokens of every row where `which`, (R,) bool, holds."""
     if not tokens or not which.any():
         return None
     return banned(scores, np.flatnonzero(which)[:, None], np.array(tokens))
 
 
 def forced_in(scores: Tensor, which: np.ndarray, tokens: tuple[int, ...]) -> Edit | None:
-    """0 at the tokens and -inf elsewhere, in every row where `which`, (R,) bool, holds."""
+    """Return 0 at the tokens and -inf elsewhere, in every row where `which`, (R,) bool, holds."""
     if not which.any():
         return None
     rows = np.flatnonzero(which)

@@ -21,15 +21,17 @@ from everystep.types import Rows
 
 
 def guided(logits: Tensor, other: Tensor, scale: float) -> Tensor:
-    """scale * (log p - log q) + log q of two (R, V) logits (Sanchez et al. 2023)."""
+    """Return scale * (log p - log q) + log q of two (R, V) logits (Sanchez et al. 2023)."""
     given = torch.log_softmax(logits, dim=-1)
     against = torch.log_softmax(other, dim=-1)
     return scale * (given - against) + against
 
 
 def contrasted(logits: Tensor, other: Tensor, alpha: float, beta: float) -> Tensor:
-    """log p - beta * log q of two (R, V) logits, -inf where p is below alpha times its highest (Li
-    et al. 2023)."""
+    """Return log p - beta * log q of two (R, V) logits (Li et al. 2023).
+
+    It is -inf where p is below alpha times its highest.
+    """
     given = torch.log_softmax(logits, dim=-1)
     against = torch.log_softmax(other.to(given), dim=-1)
     implausible = given < given.amax(dim=-1, keepdim=True) + math.log(alpha)
@@ -62,13 +64,13 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
         self._begun = False
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """(R, T) ids, (R, V) scores -> (R, V)."""
+        """Process (R, V) scores of (R, T) ids -> (R, V)."""
         if self.guidance_scale == 1:
             return torch.log_softmax(scores, dim=-1)
         return guided(scores, self._read(input_ids)[:, -1], self.guidance_scale)
 
     def _read(self, input_ids: Tensor) -> Tensor:
-        """Logits of the other prompt, to which the newest id is added."""
+        """Return logits of the other prompt, to which the newest id is added."""
         newest = input_ids[:, -1:]
         if not self._begun:
             self._begun = True
@@ -92,7 +94,7 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
 
 @dataclass(frozen=True)
 class ClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
-    """Of twice as many scores as rows, the first half is guided away from the second."""
+    """A guidance of the first half of twice as many scores as rows away from the second."""
 
     guidance_scale: float
 
@@ -101,14 +103,14 @@ class ClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
     )
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """(R, T) ids, (2 * R, V) scores -> (R, V)."""
+        """Process (2 * R, V) scores of (R, T) ids -> (R, V)."""
         given, against = _halves(input_ids, scores)
         return against + (given - against) * self.guidance_scale
 
 
 @dataclass(frozen=True)
 class DiaClassifierFreeGuidanceLogitsProcessor(ClassifierFreeGuidanceLogitsProcessor):
-    """As `ClassifierFreeGuidanceLogitsProcessor`, the difference added to the first half.
+    """A `ClassifierFreeGuidanceLogitsProcessor` that adds the difference to the first half.
 
     With `guidance_top_k`, the first half itself, only where the guided scores are highest.
     """
@@ -171,7 +173,7 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
         current_tokens: Tensor | None = None,
         beam_group_idx: int = 0,
     ) -> Tensor:
-        """(R, V) scores of one group's beams -> (R, V).
+        """Process (R, V) scores of one group's beams -> (R, V).
 
         `current_tokens`: (batch * num_beams,) what each beam has chosen in this step so far; rows
         of the engine's say that themselves.
@@ -189,7 +191,7 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
         return self._lowered(scores, earlier.repeat_interleave(width, dim=0))
 
     def _lowered(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """(R, V) scores without what the (R, n) chosen tokens cost."""
+        """Return (R, V) scores without what the (R, n) chosen tokens cost."""
         counts = torch.zeros(scores.shape, dtype=torch.int64)
         counts.scatter_add_(1, chosen.cpu(), torch.ones_like(chosen, device="cpu"))
         return scores - self.diversity_penalty * counts.to(scores.device)

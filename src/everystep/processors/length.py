@@ -65,7 +65,7 @@ class ForcedBOSTokenLogitsProcessor(LogitsProcessor):
         return forced_in(scores, rows.lengths == 1, (self.bos_token_id,))
 
     def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
-        """The one token, where all rows begin."""
+        """Return the one token, where all rows begin."""
         return _forced(scores, rows.lengths == 1, (self.bos_token_id,))
 
 
@@ -86,13 +86,14 @@ class ForcedEOSTokenLogitsProcessor(LogitsProcessor):
         return forced_in(scores, rows.lengths == self.max_length - 1, self.eos_token_id)
 
     def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
-        """The end tokens, where all rows are at the last place."""
+        """Return the end tokens, where all rows are at the last place."""
         return _forced(scores, rows.lengths == self.max_length - 1, self.eos_token_id)
 
 
 @dataclass(frozen=True)
 class ExponentialDecayLengthPenalty(LogitsProcessor):
-    """From (start, factor): ending gains |score| * (factor^n - 1) at the n-th id after the start.
+    """A growing gain of the end, from (start, factor): |score| * (factor^n - 1) n ids after the
+    start.
 
     The start counts from `input_ids_seq_length`, the prompt's length.
     """
@@ -153,7 +154,7 @@ class SuppressTokensAtBeginLogitsProcessor(LogitsProcessor):
     )
 
     def set_begin_index(self, begin_index: int) -> None:
-        """From now on the tokens are suppressed at that length of the prefix."""
+        """Suppress the tokens at that length of the prefix from now on."""
         object.__setattr__(self, "begin_index", begin_index)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
@@ -170,7 +171,7 @@ def _gain(factor: float, n: int) -> float:
 
 
 def _forced(scores: Scores, which: np.ndarray, tokens: tuple[int, ...]) -> Scores | None:
-    """As `forced_in`, as lists, where it holds in every row of wide scores."""
+    """Return `forced_in` as lists, where it holds in every row of wide scores."""
     if not which.all() or not (scores.tokens is not None or is_wide(scores.values)):
         return None
     ids = [token for token in sorted(set(tokens)) if 0 <= token < scores.vocabulary]
@@ -182,7 +183,7 @@ def _forced(scores: Scores, which: np.ndarray, tokens: tuple[int, ...]) -> Score
 
 
 def _generated(rows: Rows, prompt_length: int | None) -> np.ndarray:
-    """(R,) how many ids of each row follow its prompt."""
+    """Return (R,) how many ids of each row follow its prompt."""
     if prompt_length is not None:
         return rows.lengths - prompt_length
     prompts = (sequence.request.prompt_visible for sequence in rows.sequences)

@@ -33,7 +33,7 @@ class _Memory:
         self._anew(nothing)
 
     def _anew(self, shared: Any) -> None:
-        """Nothing came after the shared part."""
+        """Begin with nothing after the shared part."""
         self._shared = shared
         self._recent: list[int] = []
         self._room = _KEPT + max(_ROOM, 4 * isqrt(shared.length))
@@ -46,12 +46,11 @@ class _Memory:
 
     @property
     def length(self) -> int:
-        """How many ids it covers, those before `start` included."""
+        """The number of ids that it covers, those before `start` included."""
         return self.start + self._shared.length + len(self._recent)
 
     def read(self, line: np.ndarray, length: int) -> None:
-        """Brings it to the first `length` ids of the line, which begins with the ids it has
-        read."""
+        """Bring it to the first `length` ids of the line, which begins with the ids it has read."""
         known = self.length
         if length == known + 1 and len(self._recent) < self._room:  # as in nearly every step
             self._add(int(line[known]))
@@ -62,7 +61,7 @@ class _Memory:
             self.extend(line[known:length].tolist())
 
     def extend(self, ids: list[int]) -> None:
-        """Extends the prefix by these ids."""
+        """Extend the prefix by these ids."""
         if len(self._recent) + len(ids) > self._room:
             every = self._recent + ids
             self._anew(self._shared.after(every[:-_KEPT]))
@@ -71,7 +70,7 @@ class _Memory:
             self._add(token)
 
     def rewind(self, length: int) -> None:
-        """Rewinds it to at most the first `length` ids; to none where that is far back."""
+        """Rewind it to at most the first `length` ids; to none where that is far back."""
         excess = self.length - max(length, self.start)
         if excess > len(self._recent):
             self._anew(self._nothing)
@@ -144,7 +143,7 @@ class Occurrences(_Memory):
             self._new.pop(token, None)  # if present, it was added last
 
     def _listed(self) -> np.ndarray:
-        """(2, n) ids and counts."""
+        """Return (2, n) ids and counts."""
         known, count = len(self._shared.tokens), len(self._shared.tokens) + len(self._new)
         if self._table is None:
             self._table = np.zeros((2, known + self._room), dtype=np.int64)
@@ -160,7 +159,7 @@ class Occurrences(_Memory):
         return self._listed()[0]
 
     def below(self, size: int) -> np.ndarray:
-        """(n,) those of `tokens` that are below `size`."""
+        """Return (n,) those of `tokens` that are below `size`."""
         tokens = self.tokens
         return tokens if self._highest < size else tokens[tokens < size]
 
@@ -170,7 +169,7 @@ class Occurrences(_Memory):
         return self._listed()[1]
 
     def copy(self) -> Occurrences:
-        """One that knows the same; what changes is not shared."""
+        """Return one that knows the same; what changes is not shared."""
         other = Occurrences(self.start)
         other._shared, other._highest, other._room = self._shared, self._highest, self._room
         other._recent = self._recent.copy()
@@ -183,7 +182,7 @@ Following = dict[tuple[int, ...], tuple[int, ...]]
 
 
 class _Grams(NamedTuple):
-    """Which ids follow which heads of `size` - 1 ids, and the last ids."""
+    """The ids that follow each head of `size` - 1 ids, and the last ids."""
 
     size: int
     length: int
@@ -202,7 +201,7 @@ class _Grams(NamedTuple):
 
 
 class NGrams(_Memory):
-    """Which ids follow which `size - 1` ids in a prefix."""
+    """The ids that follow each `size - 1` ids in a prefix."""
 
     __slots__ = ("_following", "_news", "size")
 
@@ -216,16 +215,16 @@ class NGrams(_Memory):
         self._news: list[bool] = []  # per id, whether it ended an n-gram for the first time
 
     def following(self, head: tuple[int, ...]) -> tuple[int, ...]:
-        """Each id that follows the given `size - 1` ids somewhere, once."""
+        """Return each id that follows the given `size - 1` ids somewhere, once."""
         found = self._following.get(head)
         return self._shared.following.get(head, ()) if found is None else found
 
     def next(self) -> tuple[int, ...]:
-        """Each id that would complete an n-gram of the prefix."""
+        """Return each id that would complete an n-gram of the prefix."""
         return self.following(self._head())
 
     def _head(self) -> tuple[int, ...]:
-        """The last `size` - 1 ids, or all."""
+        """Return the last `size` - 1 ids, or all."""
         before, own = self.size - 1, self._recent
         if len(own) < before:
             own = [*self._shared.tail, *own]
@@ -247,7 +246,7 @@ class NGrams(_Memory):
             self._following[head] = self._following[head][:-1]
 
     def copy(self) -> NGrams:
-        """One that knows the same; what changes is not shared."""
+        """Return one that knows the same; what changes is not shared."""
         other = NGrams(self.size)
         other._shared, other._room = self._shared, self._room
         other._recent = self._recent.copy()
@@ -259,8 +258,11 @@ M = TypeVar("M", Occurrences, NGrams)
 
 
 def remembered(rows: Rows, r: int, kind: type[M], parameter: int) -> M:
-    """What is remembered of all of row r's prefix: by its sequence, or, of ids that are given by
-    hand, just now. `parameter`: what a memory of that kind is made with."""
+    """Return what is remembered of all of row r's prefix.
+
+    Its sequence remembers it; of ids that are given by hand it is read just now. `parameter`: what
+    a memory of that kind is made with.
+    """
     sequence, key = rows.sequences[r], f"{kind.__name__} {parameter}"
     memo = sequence.memo if remembers(rows) else {}
     memory: M | None = memo.get(key)

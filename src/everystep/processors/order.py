@@ -34,7 +34,7 @@ from everystep.types.protocols import Processor
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """What processors depend on beside the configuration.
+    """The facts that processors depend on beside the configuration.
 
     `prompt_length`, `max_length`: visible ids, pad prefix included. `encoder_ids`: the prompt of
     the encoder, or of a decoder alone; None if it was not given as ids. `beams`: how many
@@ -111,7 +111,7 @@ def _dry(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
 
 
 def _breaker(given: str | int, facts: Facts) -> int:
-    """The id, or the last id of the text encoded after a letter, as it stands within a sentence."""
+    """Return the id, or the last id of the text encoded after a letter, as within a sentence."""
     if not isinstance(given, str):
         return given
     if facts.encode is None:
@@ -256,10 +256,10 @@ _HOLD_IDS = {
 
 
 def build(effective: Values, facts: Facts) -> tuple[Processor, ...]:
-    """All processors of a request, in order.
+    """Build all processors of a request, in order.
 
-    `effective`: every field's value by name, as `Effective` has them. RequestError for values that
-    this model or prompt cannot have; UserWarning for one that has no effect here.
+    `effective`: every field's value by name, as `Effective` has them. Raise RequestError for values
+    that this model or prompt cannot have; warn, by UserWarning, of one that has no effect here.
     """
     # Row by row, where the caller's have a value per row; an object that is given twice runs once.
     user = (at_row(one, facts.row, facts.rows) if reads_rows(one) else one for one in facts.user)
@@ -300,7 +300,7 @@ def _has_effect(field: str, value: Any) -> bool:
 
 
 def _ids(value: Any) -> Iterator[int]:
-    """Every id in a number, or in lists or keys however deep."""
+    """Yield every id in a number, or in lists or keys however deep."""
     if kinds.is_integer(value):
         yield value
     else:
@@ -309,7 +309,7 @@ def _ids(value: Any) -> Iterator[int]:
 
 
 def _replaced(built: list[Processor], free: list[Any]) -> tuple[list[Processor], list[Any]]:
-    """The built processors, some of them replaced by the caller's, and the caller's others."""
+    """Return the built processors, some replaced by the caller's, and the caller's others."""
     for place, own in enumerate(built):
         given = next((one for one in free if type(one) is type(own)), None)
         if given is not None:
@@ -325,7 +325,7 @@ def _replaced(built: list[Processor], free: list[Any]) -> tuple[list[Processor],
 
 
 def _guiding(values: Values, free: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The caller's guidance where a field asks for guidance too, and the caller's others.
+    """Return the caller's guidance where a field asks for some too, and the caller's others.
 
     It stands in the place of the companion rows: before everything else.
     """

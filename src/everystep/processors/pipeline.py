@@ -31,7 +31,7 @@ _USER = RANK[UserProcessor]
 
 
 def best_read(processors: Processors, vocabulary: int) -> int:
-    """How many of the best scores of a row they have to see in place of the row; 0 for all of it.
+    """Return how many best scores of a row they have to see in place of the row; 0 for all of it.
 
     Lists of the best then take the way that rows would have taken from the first processor on that
     leaves few tokens.
@@ -44,17 +44,19 @@ def best_read(processors: Processors, vocabulary: int) -> int:
 
 
 def decided(processors: Processors, vocabulary: int) -> bool:
-    """Whether the best that they leave of a row is found among as many of its best as an executor
-    reports, or by reading the row."""
+    """Return whether the best that they leave of a row can be found.
+
+    It is found among as many of its best as an executor reports, or by reading the row.
+    """
     ours = [one for one in processors if isinstance(one, LogitsProcessor) and one.decides]
     return len(ours) == len(processors) and is_few(MOST_BEST, vocabulary)
 
 
 def apply(rows: Rows, scores: Scores, *, owned: bool = False) -> Scores:
-    """The scores of R rows, each processed as its own request asks.
+    """Process the scores of R rows, each as its own request asks.
 
-    Lists where processors leave few tokens of wide rows. Whole values may be written to if they are
-    `owned`; otherwise no argument is changed.
+    The result is lists where processors leave few tokens of wide rows. Whole values may be written
+    to if they are `owned`; otherwise no argument is changed.
     """
     in_place = owned and scores.tokens is None and scores.values.is_contiguous()
     canvas = _Canvas(rows, scores.rising(), in_place)
@@ -80,7 +82,7 @@ class _Canvas:
     temperature: TemperatureLogitsWarper | None = None
 
     def run_all(self, processors: Processors) -> None:
-        """The processors, one after another, on all rows."""
+        """Run the processors, one after another, on all rows."""
         for processor in processors:
             if type(processor) not in RANK or not isinstance(processor, LogitsProcessor):
                 self._change(processor)
@@ -99,19 +101,19 @@ class _Canvas:
                     self.scores, self.owned, self.temperature = few, True, None
 
     def settled(self) -> Scores:
-        """The scores, with nothing that waits."""
+        """Return the scores, with nothing that waits."""
         if self.temperature:
             waiting, self.temperature = self.temperature, None
             self._change(waiting)
         return self.scores
 
     def _whole(self) -> Tensor:
-        """(R, V) the scores, with nothing that waits."""
+        """Return (R, V) the scores, with nothing that waits."""
         self.scores = self.settled().whole()
         return self.scores.values
 
     def _change(self, processor: Processor) -> None:
-        """The processor on whole rows."""
+        """Run the processor on whole rows."""
         before = self._whole()
         if isinstance(processor, LogitsProcessor) and reads_rows(processor):
             change = processor.overwrite if self.owned else processor.process
@@ -124,7 +126,7 @@ class _Canvas:
         self.scores = Scores.of(values)
 
     def run(self, processors: Processors, indices: list[int]) -> None:
-        """The processors, one after another, on the given rows."""
+        """Run the processors, one after another, on the given rows."""
         if len(indices) == len(self.rows) and indices == sorted(indices):
             self.run_all(processors)
             return
@@ -135,7 +137,7 @@ class _Canvas:
         self._put(at, part.settled())
 
     def _put(self, at: Tensor, changed: Scores) -> None:
-        """The rows `at`, (n,), have these scores."""
+        """Give the rows `at`, (n,), these scores."""
         if self.scores.tokens is not None and changed.tokens is not None:
             self.scores = self.scores.put(at, changed)
             return
@@ -164,7 +166,7 @@ def _apply_mixed(canvas: _Canvas) -> None:
 
 
 def _in_few_calls(groups: list[Group]) -> Iterator[Group]:
-    """The groups of a rank; those whose processors may differ per row as one."""
+    """Yield the groups of a rank; those whose processors may differ per row as one."""
     if len(groups) == 1:
         yield groups[0]
         return
@@ -181,7 +183,7 @@ def _in_few_calls(groups: list[Group]) -> Iterator[Group]:
 
 
 def _by_tuple(rows: Rows) -> list[Group]:
-    """Each distinct tuple object with its rows."""
+    """Return each distinct tuple object with its rows."""
     found: dict[int, Group] = {}
     for r, sequence in enumerate(rows.sequences):
         processors = sequence.request.processors
@@ -190,12 +192,12 @@ def _by_tuple(rows: Rows) -> list[Group]:
 
 
 def _is_canonical(ranks: list[int]) -> bool:
-    """Whether the ranks rise, and none but the caller's own occurs twice."""
+    """Return whether the ranks rise, and none but the caller's own occurs twice."""
     return all(a < b or a == b == _USER for a, b in pairwise(ranks))
 
 
 def _identity(processors: Processors) -> Hashable:
-    """Equal for processors that may run in one call."""
+    """Return a key that is equal for processors that may run in one call."""
     try:
         hash(processors)
     except TypeError:

@@ -37,14 +37,16 @@ from everystep.types import Rows
 
 
 def _prompts(given: Any) -> tuple[tuple[int, ...], ...]:
-    """(S,) or (B, S) ids as a tuple per prompt."""
+    """Return (S,) or (B, S) ids as a tuple per prompt."""
     nested = given if given and isinstance(given[0], list | tuple) else [given]
     return tuple(tuple(map(int, row)) for row in nested)
 
 
 def _owners(rows: int, prompts: int) -> np.ndarray:
-    """(R,) the index of each row's prompt; every prompt has equally many rows, one after
-    another."""
+    """Return (R,) the index of each row's prompt.
+
+    Every prompt has equally many rows, one after another.
+    """
     return np.arange(rows) // max(rows // prompts, 1)
 
 
@@ -85,7 +87,7 @@ class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
 
 
 def _standing(rows: Rows, starts: tuple[int, ...], size: int) -> list[np.ndarray]:
-    """Per row, the ids below `size` from `starts[r]` on: each once where they are remembered."""
+    """Return per row the ids below `size` from `starts[r]` on, each once if they are remembered."""
     if remembers(rows):
         # At once: rows of one sequence, as drafts make them, share its memory.
         return [
@@ -122,7 +124,7 @@ class EncoderRepetitionPenaltyLogitsProcessor(LogitsProcessor):
 
 
 def _penalised(old: Any, penalty: Any) -> Any:
-    """(C,) scores times the penalty where they are negative, else divided by it."""
+    """Return (C,) scores times the penalty where they are negative, else divided by it."""
     times, divided = old * penalty, old / penalty
     if isinstance(old, Tensor):
         return torch.where(old < 0, times, divided)
@@ -182,7 +184,7 @@ class EncoderNoRepeatNGramLogitsProcessor(LogitsProcessor):
 
 
 def _banned_each(scores: Tensor, following: list[tuple[int, ...]]) -> Edit | None:
-    """-inf at the given ids of each row."""
+    """Return -inf at the given ids of each row."""
     count = [len(part) for part in following]
     if not any(count):
         return None
@@ -219,7 +221,10 @@ class OccurrencePenalty(LogitsProcessor):
 
 
 def _generated(rows: Rows, r: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The ids below `size` that row r's sequence generated, each once, and how often: copies."""
+    """Return the ids below `size` that row r's sequence generated, each once, and how often.
+
+    These are copies.
+    """
     memory = remembered(rows, r, Occurrences, rows.sequences[r].request.prompt_visible)
     inside = memory.tokens < size
     return memory.tokens[inside], memory.counts[inside]
@@ -276,8 +281,10 @@ class Dry(LogitsProcessor):
         return self.allowed_length + max(int(room) - 1, 0)
 
     def _repeats(self, ids: np.ndarray, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(C,) row, place and number of matching ids, for every earlier place of each row's last
-        id, unless that is a breaker."""
+        """Return (C,) row, place and number of matching ids, for earlier places of a row's last id.
+
+        There are none where that id is a breaker.
+        """
         ends, every = rows.lengths - 1, np.arange(len(rows))
         starts = np.array([sequence.request.pad_prefix for sequence in rows.sequences])
         last = ids[every, np.maximum(ends, 0)] if ids.shape[1] else ends
@@ -300,7 +307,7 @@ class Dry(LogitsProcessor):
 
 
 def repeated_ngrams(rows: Rows, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(row, token) of every id that would complete an n-gram of its row."""
+    """Return (row, token) of every id that would complete an n-gram of its row."""
     ids, lengths = rows.ids().numpy(), rows.lengths
     windows = ids.shape[1] - size + 1
     if windows <= 0:

@@ -99,7 +99,7 @@ class Xtc(LogitsProcessor):
         return scores.masked_fill(self.removed(scores) & strikes, -math.inf)
 
     def removed(self, scores: Tensor) -> Tensor:
-        """(R, V) bool: what goes where it strikes."""
+        """Return (R, V) bool: what goes where it strikes."""
         p = scores.softmax(dim=-1)
         above = p >= column(self.threshold, scores)
         least = p.masked_fill(~above, math.inf).amin(dim=-1, keepdim=True)
@@ -109,7 +109,7 @@ class Xtc(LogitsProcessor):
 
 
 def _numbers(rows: Rows) -> Tensor:
-    """(R, 1) what decides whether XTC strikes in each row."""
+    """Return (R, 1) what decides whether XTC strikes in each row."""
     sequences, draws = rows.sequences, rows.sequences[0].request.draws
     if not remembers(rows):  # rows of a call by hand
         return torch.rand(len(rows), 1, dtype=torch.float64)
@@ -133,7 +133,7 @@ class _Choice(NamedTuple):
     surprises: np.ndarray
 
     def error(self, token: int, tau: float) -> float:
-        """By how much the surprise of the chosen token was above tau; 0 where it was removed."""
+        """Return how far the chosen token's surprise was above tau; 0 where it was removed."""
         place = int(np.searchsorted(self.tokens, token))
         kept = place < len(self.tokens) and self.tokens[place] == token
         return float(self.surprises[place]) - tau if kept else 0.0
@@ -179,7 +179,7 @@ class Mirostat(LogitsProcessor):
         return kept
 
     def _limit(self, rows: Rows, r: int) -> float:
-        """The limit in row r, from that of the previous id."""
+        """Return the limit in row r, from that of the previous id."""
         tau, eta = _own(self.tau, r), _own(self.eta, r)
         sequence, length = rows.sequences[r], int(rows.lengths[r])
         choices = sequence.memo.get(_KEY, ())
@@ -191,7 +191,7 @@ class Mirostat(LogitsProcessor):
 
 
 def _note(rows: Rows, r: int, choice: _Choice) -> None:
-    """The sequence remembers the choice, and those before it that it may still be taken back to."""
+    """Let the sequence remember the choice, and those before it that it may be taken back to."""
     sequence = rows.sequences[r]
     first = sequence.visible - sequence.provisional - 1
     kept = (one for one in sequence.memo.get(_KEY, ()) if first <= one.length < choice.length)
@@ -203,7 +203,7 @@ def _own(value: Numbers, r: int) -> float:
 
 
 def _waves(rows: Rows) -> list[np.ndarray]:
-    """The rows in turns, each with at most one row of every sequence, shorter prefixes first."""
+    """Return the rows in turns, each with at most one row of a sequence, shorter prefixes first."""
     rank: dict[int, int] = {}
     turn = np.empty(len(rows), dtype=np.int64)
     for r in np.argsort(rows.lengths, kind="stable"):

@@ -38,9 +38,9 @@ LEAST_KEPT = Parameter("min_tokens_to_keep", SIZE)
 
 
 def admit(processor: Any) -> None:
-    """Every parameter holds a value of its kind or, if given one per row, a tuple of them.
+    """Let every parameter hold a value of its kind or, if given one per row, a tuple of them.
 
-    RequestError for anything else.
+    Raise RequestError for anything else.
     """
     for several, parameters in ((True, processor.per_row), (False, processor.checked)):
         for one in parameters:
@@ -59,7 +59,10 @@ def _admitted(given: Any, parameter: Parameter, several: bool) -> Any:
 
 
 def stack_key(processor: Any) -> Hashable:
-    """Equal for processors that differ only in what they may have per row; None if nothing may."""
+    """Return a key that is equal for processors that differ only in what they may have per row.
+
+    None if nothing may.
+    """
     names = _names(processor)
     if not names:
         return None
@@ -69,18 +72,18 @@ def stack_key(processor: Any) -> Hashable:
 
 
 def _names(processor: Any) -> list[str]:
-    """What it may have per row; nothing for what is not ours."""
+    """Return what it may have per row; nothing for what is not ours."""
     return [parameter.name for parameter in getattr(processor, "per_row", ())]
 
 
 def _several(processor: Any) -> dict[str, tuple[Any, ...]]:
-    """Its parameters that are given per row."""
+    """Return its parameters that are given per row."""
     values = {name: getattr(processor, name) for name in _names(processor)}
     return {name: value for name, value in values.items() if isinstance(value, tuple)}
 
 
 def stacked(instances: Sequence[P]) -> P:
-    """One instance for R rows, from the instance of each; all of one `stack_key`."""
+    """Return one instance for R rows, from the instance of each; all of one `stack_key`."""
     per_row = {}
     for name in _names(instances[0]):
         values = [getattr(one, name) for one in instances]
@@ -90,19 +93,19 @@ def stacked(instances: Sequence[P]) -> P:
 
 
 def varies(processor: object) -> bool:
-    """Whether it has a parameter per row."""
+    """Return whether it has a parameter per row."""
     return bool(_several(processor))
 
 
 def at_row(processor: P, row: int, rows: int) -> P:
-    """The processor as it is for one of a call's rows; RequestError if it has other rows."""
+    """Return the processor for one of a call's rows; raise RequestError if it has other rows."""
     require_rows(processor, rows)
     own = {name: value[row] for name, value in _several(processor).items()}
     return _changed(processor, own) if own else processor
 
 
 def require_rows(processor: object, rows: int) -> None:
-    """RequestError unless every parameter is one number, or one for each of the rows."""
+    """Raise RequestError unless every parameter is one number, or one for each of the rows."""
     for name, value in _several(processor).items():
         if len(value) != rows:
             raise RequestError(
@@ -120,26 +123,26 @@ def _changed(processor: P, values: dict[str, Any]) -> P:
 
 
 def column(value: Numbers, scores: Tensor) -> Any:
-    """A number as it is; a parameter per row as (R, 1) in the scores' type, where they are."""
+    """Return a number as it is; a parameter per row as (R, 1) in the scores' type and place."""
     if isinstance(value, tuple):
         return torch.tensor(value, dtype=torch.float64)[:, None].to(scores)
     return value
 
 
 def counts(value: Numbers, scores: Tensor) -> Any:
-    """As `column`, in a type of its own."""
+    """Do as `column`, in a type of its own."""
     if isinstance(value, tuple):
         return torch.tensor(value, device=scores.device)[:, None]
     return value
 
 
 def greatest(value: Counts) -> int:
-    """The number, or the greatest of all rows."""
+    """Return the number, or the greatest of all rows."""
     return max(value) if isinstance(value, tuple) else value
 
 
 def larger(first: Counts, second: Counts) -> Counts:
-    """The larger of two, row by row."""
+    """Return the larger of two, row by row."""
     if isinstance(first, tuple) or isinstance(second, tuple):
         return tuple(np.maximum(first, second).tolist())
     return max(first, second)

@@ -67,13 +67,16 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         return result
 
     def _contexts(self, rows: Rows) -> list[int | None]:
-        """Per row the hash of its context, or None where nothing is marked."""
+        """Return per row the hash of its context, or None where nothing is marked."""
         ends = zip(rows.sequences, rows.lengths.tolist(), strict=True)
         ids = rows.table.data
         return [self._new(ids[one.line, one.request.prompt_visible : end]) for one, end in ends]
 
     def _called(self, rows: Rows) -> list[int | None]:
-        """As `_contexts`, for the next call by hand: what was generated is each call's last id."""
+        """Return `_contexts` for the next call by hand.
+
+        What was generated is each call's last id.
+        """
         if len(self._by_hand) != len(rows):
             self._by_hand[:] = [[] for _ in range(len(rows))]
         else:
@@ -82,7 +85,7 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         return [self._new(np.array(ids, dtype=np.int64)) for ids in self._by_hand]
 
     def _new(self, ids: np.ndarray) -> int | None:
-        """The hash of the context after these ids, None if it is a repeated or a skipped one."""
+        """Return the hash of the context after these ids, None if it is repeated or skipped."""
         size, last = self.ngram_len - 1, len(ids)
         first = size if self.skip_first_ngram_calls else 0
         if last < first:
@@ -95,7 +98,7 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         return None if (hashes[:-1] == hashes[-1]).any() else int(hashes[-1])
 
     def _marked(self, scores: Tensor, contexts: list[int]) -> Tensor:
-        """(R, V) scores -> log-probabilities after the tournament; `contexts`: R hashes."""
+        """Turn (R, V) scores into log-probabilities after the tournament; `contexts`: R hashes."""
         p = torch.softmax(scores, dim=-1)
         for layer in range(len(self.keys)):
             g = self._tokens_g(layer, contexts, scores)
@@ -105,7 +108,7 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         return torch.where(torch.isfinite(logs), logs, torch.finfo(logs.dtype).min)
 
     def _tokens_g(self, layer: int, contexts: list[int], scores: Tensor) -> Tensor:
-        """(R, V) the g-value of every token after R contexts."""
+        """Return (R, V) the g-value of every token after R contexts."""
         size, width = self.sampling_table_size, scores.shape[-1]
         if size & (size - 1) == 0 and size <= _PERIODIC:
             # Modulo a power of 2 a g-value depends on context + token modulo that power alone.
@@ -118,7 +121,7 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         return torch.from_numpy(g).to(scores)
 
     def _periodic(self, width: int, scores: Tensor) -> Tensor:
-        """(depth, width) the g-values of every context + token from 0 on."""
+        """Return (depth, width) the g-values of every context + token from 0 on."""
         key = (width, scores.dtype, scores.device)
         if key not in self._layers:
             size = self.sampling_table_size
@@ -129,20 +132,20 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         return self._layers[key]
 
     def _g(self, hashes: np.ndarray, keys: Sequence[int]) -> np.ndarray:
-        """(..., depth) the g-values of hashed n-grams (...)."""
+        """Return (..., depth) the g-values of hashed n-grams (...)."""
         mixed = _step(hashes[..., None], np.array(keys, dtype=np.int64).astype(np.uint64))
         # As signed numbers, whose remainder takes the sign of the table's size.
         place = mixed.astype(np.int64) % self.sampling_table_size
         return _table(self.sampling_table_size, self.sampling_table_seed)[place]
 
     def compute_g_values(self, input_ids: Tensor) -> Tensor:
-        """(B, T) ids -> (B, T - n + 1, depth) the g-values of their n-grams."""
+        """Return (B, T - n + 1, depth) the g-values of the n-grams of (B, T) ids."""
         ids = _rectangle(input_ids)
         windows = np.lib.stride_tricks.sliding_window_view(ids, self.ngram_len, axis=1)
         return torch.from_numpy(self._g(_hashes(windows), self.keys)).to(input_ids.device)
 
     def compute_context_repetition_mask(self, input_ids: Tensor) -> Tensor:
-        """(B, T) ids -> (B, T - n + 1) bool: whether the n-gram's context is a new one."""
+        """Return (B, T - n + 1) bool: whether the context of each n-gram of (B, T) ids is new."""
         ids = _rectangle(input_ids)
         windows = np.lib.stride_tricks.sliding_window_view(ids[:, :-1], self.ngram_len - 1, axis=1)
         hashes = _hashes(windows)
@@ -155,12 +158,12 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         return torch.from_numpy(new).to(input_ids.device)
 
     def compute_eos_token_mask(self, input_ids: Tensor, eos_token_id: int) -> Tensor:
-        """(B, T) ids -> (B, T) 1 before the first end token, 0 from it on."""
+        """Return (B, T) 1 before the first end token of (B, T) ids, 0 from it on."""
         _rectangle(input_ids)
         return (input_ids.eq(eos_token_id).cumsum(dim=1) == 0).to(torch.int64)
 
     def expected_mean_g_value(self, vocab_size: int, coinflip_prob: float = 0.5) -> float:
-        """The mean g-value that one layer reaches if all tokens are equally likely."""
+        """Return the mean g-value that one layer reaches if all tokens are equally likely."""
         return coinflip_prob + coinflip_prob * (1 - coinflip_prob) * (1 - 1 / vocab_size)
 
 
@@ -176,7 +179,7 @@ def _rectangle(input_ids: Tensor) -> np.ndarray:
 
 
 def _hashes(windows: np.ndarray) -> np.ndarray:
-    """(..., n) ids -> (...) hashes."""
+    """Hash (..., n) ids -> (...)."""
     hashes = np.ones(windows.shape[:-1], dtype=np.uint64)
     for k in range(windows.shape[-1]):
         hashes = _step(hashes, windows[..., k].astype(np.uint64))
@@ -184,7 +187,7 @@ def _hashes(windows: np.ndarray) -> np.ndarray:
 
 
 def _step(hashes: Any, data: np.ndarray) -> np.ndarray:
-    """One step of the linear congruential generator, modulo 2^64."""
+    """Take one step of the linear congruential generator, modulo 2^64."""
     with np.errstate(over="ignore"):
         mixed: np.ndarray = (hashes + data) * np.uint64(_MULTIPLIER) + np.uint64(1)
     return mixed
@@ -192,7 +195,7 @@ def _step(hashes: Any, data: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def _table(size: int, seed: int) -> np.ndarray:
-    """(size,) random bits."""
+    """Return (size,) random bits."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 2, (size,), generator=generator).numpy()
 
@@ -206,7 +209,7 @@ class WeightedMeanDetector:
     """
 
     def __call__(self, g_values: Tensor, mask: Tensor) -> Tensor:
-        """(B, T, depth) g-values, (B, T) mask -> (B,) scores, nan where nothing is kept."""
+        """Score (B, T, depth) g-values by a (B, T) mask -> (B,), nan where nothing is kept."""
         depth = g_values.shape[-1]
         weights = torch.linspace(10, 1, depth, dtype=torch.float64, device=g_values.device)
         weights = weights / weights.mean()
@@ -234,7 +237,7 @@ class SynthIDTextWatermarkDetector:
         self.tokenizer = tokenizer
 
     def __call__(self, tokenized_outputs: Tensor) -> Any:
-        """(B, T) ids -> what the module says of their g-values."""
+        """Return what the module says of the g-values of (B, T) ids."""
         processor, ids = self.logits_processor, tokenized_outputs
         before_end = processor.compute_eos_token_mask(ids, self.tokenizer.eos_token_id)
         mask = processor.compute_context_repetition_mask(ids)

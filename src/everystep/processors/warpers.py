@@ -64,7 +64,7 @@ class TemperatureLogitsWarper(LogitsProcessor):
         return None if scores.tokens is None else scores.changed(self._cooled)
 
     def _cooled(self, values: Tensor, which: Any) -> Tensor:
-        """(n, m) values of some of the rows, divided."""
+        """Return (n, m) values of some of the rows, divided."""
         divisor = column(self.temperature, values)
         return values / (divisor[which] if isinstance(divisor, Tensor) else divisor)
 
@@ -103,7 +103,7 @@ class TopKLogitsWarper(Filter):
 
     @property
     def _number(self) -> Counts:
-        """How many it keeps where there are no ties."""
+        """The number of tokens that it keeps where there are no ties."""
         return larger(self.top_k, self.min_tokens_to_keep)
 
 
@@ -133,7 +133,7 @@ class TopPLogitsWarper(Filter):
         return torch.from_numpy(beyond_mass(scores.numpy(), self._share, keep))
 
     def searched(self, scores: Scores, temperature: Numbers) -> Scores | None:
-        """The tokens that it keeps, where they are among the best few of every row."""
+        """Return the tokens that it keeps, where they are among the best few of every row."""
         values = scores.values
         if temperature != 1.0:
             values = values / column(temperature, values)
@@ -196,7 +196,7 @@ class MinPLogitsWarper(Filter):
         return p < least if keep == 1 else but_for_best(p < least, p, keep)
 
     def searched(self, scores: Scores, temperature: Numbers) -> Scores | None:
-        """The tokens that it keeps, where those are few."""
+        """Return the tokens that it keeps, where those are few."""
         if self.min_tokens_to_keep != 1:
             return None
         highest = block_highest(scores, temperature)
@@ -279,13 +279,13 @@ def _normalised(scores: Tensor) -> Tensor:
 
 
 def _entropy(logs: Tensor, p: Tensor) -> Tensor:
-    """(R, 1), the terms of tokens without probability being 0."""
+    """Return (R, 1), the terms of tokens without probability being 0."""
     finite = logs.clamp(min=torch.finfo(logs.dtype).min)
     return -(finite * p).sum(-1, keepdim=True)
 
 
 def _kth_highest(scores: Tensor, k: Counts) -> Tensor:
-    """(R, 1) the k-th highest score of each row, or the lowest if there are fewer."""
+    """Return (R, 1) the k-th highest score of each row, or the lowest if there are fewer."""
     if k == 1:
         return scores.amax(dim=-1, keepdim=True)
     size = scores.shape[-1]
@@ -296,7 +296,7 @@ def _kth_highest(scores: Tensor, k: Counts) -> Tensor:
 
 
 def but_for_best(removed: Tensor, scores: Tensor, keep: Counts) -> Tensor:
-    """(R, V) bool: what is removed, but for the `keep` best tokens of every row."""
+    """Return (R, V) bool: what is removed, but for the `keep` best tokens of every row."""
     most = min(greatest(keep), scores.shape[-1])
     best = torch.topk(scores, most, dim=-1).indices
     kept = torch.arange(most, device=scores.device) < counts(keep, scores)
@@ -304,7 +304,7 @@ def but_for_best(removed: Tensor, scores: Tensor, keep: Counts) -> Tensor:
 
 
 def _spare(removed: Tensor, keep: Counts, *, best_last: bool) -> None:
-    """Of the ordered (R, V) bool, the `keep` best places become False."""
+    """Let the `keep` best places of the ordered (R, V) bool become False."""
     size = removed.shape[-1]
     if not isinstance(keep, tuple):
         best = slice(max(size - keep, 0), None) if best_last else slice(keep)

@@ -29,18 +29,18 @@ _REMEMBERED_BYTES = 2**26  # of lists of one vocabulary, at an eighth of a byte 
 
 
 def seed_of(value: int) -> int:
-    """What torch's CPU generator makes of a seed that is taken modulo 2^64 - 1."""
+    """Return what torch's CPU generator makes of a seed that is taken modulo 2^64 - 1."""
     return value % (2**64 - 1) & 0xFFFFFFFF
 
 
 def green_bits(vocab_size: int, size: int, seed: int) -> np.ndarray:
-    """Packed (V,) bits: which ids stand among the first `size` of the shuffle with that seed."""
+    """Return packed (V,) bits: which ids are among the first `size` of the shuffle by that seed."""
     return _remembering(vocab_size)(vocab_size, size, seed)
 
 
 @lru_cache(maxsize=4)
 def _remembering(vocab_size: int) -> Callable[[int, int, int], np.ndarray]:
-    """`_found_bits`, with as many lists of one vocabulary as fit into the memory for them."""
+    """Return `_found_bits`, with as many lists of one vocabulary as fit into their memory."""
     return lru_cache(maxsize=8 * _REMEMBERED_BYTES // vocab_size + 1)(_found_bits)
 
 
@@ -61,7 +61,7 @@ def _found_bits(vocab_size: int, size: int, seed: int) -> np.ndarray:
 
 
 def _held(last: np.ndarray) -> np.ndarray:
-    """(size,) which id stands at place i when step i comes; `last`: (size,) as in `_found_bits`."""
+    """Return (size,) which id is at place i at step i; `last`: (size,) as in `_found_bits`."""
     held = np.arange(len(last))
     going = np.flatnonzero(last >= 0)
     while len(going):
@@ -72,7 +72,7 @@ def _held(last: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=2**16)
 def is_green(vocab_size: int, size: int, seed: int, token: int) -> bool:
-    """Whether one id stands among the first `size`: its way through the swaps."""
+    """Return whether one id stands among the first `size`, by its way through the swaps."""
     swapped = _swaps(vocab_size, size, seed)
     place, done = token, 0
     while True:
@@ -87,7 +87,7 @@ def is_green(vocab_size: int, size: int, seed: int, token: int) -> bool:
 
 
 def _swaps(vocab_size: int, size: int, seed: int) -> np.ndarray:
-    """(size,) the place that each step of the shuffle swaps with its own."""
+    """Return (size,) the place that each step of the shuffle swaps with its own."""
     generator = torch.Generator().manual_seed(seed)
     pairs = torch.empty((size + 1) // 2, dtype=torch.int64)
     numbers = pairs.random_(-(2**63), None, generator=generator).numpy().view(np.uint64)
@@ -102,7 +102,7 @@ _HALF = np.uint64(32)
 
 @lru_cache(maxsize=4)
 def _steps(vocab_size: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of the steps, and how many places each may swap with."""
+    """Return the numbers of the steps, and how many places each may swap with."""
     step = np.arange(size, dtype=np.uint32)
     return step, np.uint32(vocab_size) - step
 
@@ -139,7 +139,7 @@ class WatermarkLogitsProcessor(LogitsProcessor):
 
     @property
     def greenlist_size(self) -> int:
-        """How many ids are green."""
+        """The number of green ids."""
         return int(self.vocab_size * self.greenlist_ratio)
 
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class WatermarkLogitsProcessor(LogitsProcessor):
         return scores
 
     def _candidates(self, rows: Rows, scores: Tensor, marked: np.ndarray) -> Edit:
-        """The scores of those of the best ids that are green after their prefixes, raised."""
+        """Return the raised scores of those best ids that are green after their prefixes."""
         at = torch.from_numpy(marked).to(scores.device)
         count = min(_CANDIDATES, scores.shape[-1])
         best = torch.topk(scores[at], count, dim=-1).indices.cpu().numpy()
@@ -173,7 +173,7 @@ class WatermarkLogitsProcessor(LogitsProcessor):
         return Edit(index, scores.view(-1)[index] + self.bias)
 
     def greens(self, ngrams: np.ndarray) -> np.ndarray:
-        """(N,) whether the last id of each n-gram is green after those before it.
+        """Return (N,) whether the last id of each n-gram is green after those before it.
 
         `ngrams`: (N, n) ids; all n seed the list with "selfhash", the last but one with "lefthash".
         """
@@ -190,7 +190,7 @@ class WatermarkLogitsProcessor(LogitsProcessor):
 
 @lru_cache(maxsize=4)
 def _table(hashing_key: int) -> np.ndarray:
-    """A fixed shuffle, through which ids are hashed."""
+    """Return a fixed shuffle, through which ids are hashed."""
     generator = torch.Generator().manual_seed(hashing_key)
     return torch.randperm(_TABLE, generator=generator).numpy()
 
@@ -200,7 +200,7 @@ _BYTES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(n
 
 @dataclass
 class WatermarkDetectorOutput:
-    """Per text, all (B,): how many ids were scored and green, and what follows from that.
+    """The findings on each text, all (B,): how many ids were scored and green, and what follows.
 
     `z_score`: standard deviations above the green count of unmarked text; `p_value`: its chance.
     """
@@ -246,9 +246,9 @@ class WatermarkDetector:
     def __call__(
         self, input_ids: Tensor, z_threshold: float = 3.0, return_dict: bool = False
     ) -> WatermarkDetectorOutput | np.ndarray:
-        """(B, T) ids -> (B,) whether each text is marked, or everything about it.
+        """Return (B,) whether each text of (B, T) ids is marked, or everything about it.
 
-        A leading begin token is left out; it is advised to leave the prompt out as well.
+        A leading begin token is left out; it is advised to leave the prompt out as well. Raise
         RequestError if only some texts have one, or if no id can be scored.
         """
         scored, green = self._counts(self._without_bos(input_ids))
@@ -282,7 +282,7 @@ class WatermarkDetector:
         return ids
 
     def _counts(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(B,) how many n-grams are scored, and how many of their last ids are green."""
+        """Return (B,) how many n-grams are scored, and how many of their last ids are green."""
         alone = self.processor.seeding_scheme == "selfhash"
         size = self.processor.context_width + (0 if alone else 1)
         scored, green = np.zeros(len(ids)), np.zeros(len(ids))

@@ -16,7 +16,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command line, the program's own without `arguments`, and returns its exit code.
+    """Run one command line, the program's own without `arguments`, and return its exit code.
 
     Codes: see `everystep.cli.app.main`. Without the extra `cli` it is 1, with a line that says so.
     """

@@ -23,14 +23,14 @@ Form = Literal["text", "texts", "json", "jsonl"]
 
 
 def chosen_form(as_json: bool, as_jsonl: bool, *, several: bool) -> Form:
-    """How answers are shown; BadParameter for two forms at once."""
+    """Return how answers are shown; raise BadParameter for two forms at once."""
     if as_json and as_jsonl:
         raise typer.BadParameter("--json and --jsonl were both given; give one of them")
     return "json" if as_json else "jsonl" if as_jsonl else "texts" if several else "text"
 
 
 def show_events(stream: Any, form: Form) -> list[float]:
-    """Shows what can be shown at once, and returns when each event came.
+    """Show what can be shown at once, and return when each event came.
 
     Several texts would be mixed up, so they are left for the end.
     """
@@ -46,8 +46,10 @@ def show_events(stream: Any, form: Form) -> list[float]:
 
 
 def show_results(results: list[Any], form: Form, about: Mapping[str, Any], *, scored: bool) -> None:
-    """Shows what was not shown as it came, and to a person how fast it was; `scored`: the answers
-    were chosen by their scores."""
+    """Show what was not shown as it came, and to a person how fast it was.
+
+    `scored`: the answers were chosen by their scores.
+    """
     if form == "json":
         documents = [_result_document(one, scored) for one in results]
         write_report({"results": documents, **about})
@@ -71,7 +73,7 @@ def _show_whole(text: str) -> None:
 def about_answers(
     results: list[Any], name: str, model: Any, seed: int | None, timings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a document says beside the answers of a model of this name."""
+    """Return what a document says beside the answers of a model of this name."""
     return {
         "prompt_tokens": results[0].prompt_tokens,
         "model": name,
@@ -84,7 +86,7 @@ def about_answers(
 
 
 def timings(started: float, ready: float, arrivals: list[float]) -> dict[str, float | None]:
-    """Seconds until the model was there, and from then to the first and the last event."""
+    """Return seconds until the model was there, and from then to the first and the last event."""
     return {
         "load_seconds": round(ready - started, 6),
         "first_token_seconds": round(arrivals[0] - ready, 6) if arrivals else None,
@@ -93,7 +95,7 @@ def timings(started: float, ready: float, arrivals: list[float]) -> dict[str, fl
 
 
 def _summary(tokens: int, about: Mapping[str, Any]) -> str:
-    """How much was answered, how fast after the first token, with which weights, run by what."""
+    """Return how much was answered, how fast after the first token, with which weights, by what."""
     taken = about["timings"]
     decoding = taken["generate_seconds"] - (taken["first_token_seconds"] or 0.0)
     speed = f", {(tokens - 1) / decoding:.0f} a second" if tokens > 1 and decoding > 0 else ""
@@ -101,7 +103,7 @@ def _summary(tokens: int, about: Mapping[str, Any]) -> str:
 
 
 def _result_document(result: Any, scored: bool) -> dict[str, Any]:
-    """One continuation as JSON types."""
+    """Return one continuation as JSON types."""
     document = {"text": result.text, "tokens": list(result.tokens), **_ended(result.finish_reason)}
     if scored:
         document["score"] = result.score if math.isfinite(result.score) else None
@@ -109,7 +111,7 @@ def _result_document(result: Any, scored: bool) -> dict[str, Any]:
 
 
 def _event_document(event: Any) -> dict[str, Any]:
-    """One event as JSON types; `token` is null where an event only ends a sequence."""
+    """Return one event as JSON types; `token` is null where an event only ends a sequence."""
     return {
         "sequence": event.index,
         "position": event.position,

@@ -63,7 +63,7 @@ def everystep(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command line and returns its exit code.
+    """Run one command line and return its exit code.
 
     0: done. 1: something failed. 2: the command line is wrong. 130: Ctrl-C. 141: nothing reads the
     output any more. Without `arguments` they are the program's own.

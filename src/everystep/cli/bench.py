@@ -84,7 +84,7 @@ def bench(
 
 
 def _surroundings(model: Any) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return what the figures depend on."""
     return {
         "weights": model.weight_bytes,
         "cache_dtype": model.cache_dtype,
@@ -100,7 +100,7 @@ def _surroundings(model: Any) -> dict[str, Any]:
 
 
 def _figures(prompt: Speed, measured: list[Speed]) -> dict[str, Any]:
-    """What was measured: of a prompt, and of decoding in batches."""
+    """Return what was measured: of a prompt, and of decoding in batches."""
     return {
         "first_token": {
             "prompt_tokens": prompt.positions,
@@ -121,7 +121,7 @@ def _figures(prompt: Speed, measured: list[Speed]) -> dict[str, Any]:
 
 
 def _show(found: dict[str, Any]) -> None:
-    """The figures as a table."""
+    """Show the figures as a table."""
     first = found["first_token"]
     rows = [
         (

@@ -82,7 +82,7 @@ def chat(
 
 
 def _talk(conversation: Conversation) -> None:
-    """The dialogue with a person, which goes on whatever becomes of a turn."""
+    """Hold the dialogue with a person, which goes on whatever becomes of a turn."""
     note("/help shows the commands, Ctrl-C stops an answer, Ctrl-D ends the chat")
     kept = SourceSettings.from_environment().cache / "chat_history"
     with lines.history(kept), Interrupts() as interrupts:
@@ -96,7 +96,7 @@ def _talk(conversation: Conversation) -> None:
 
 
 def _recite(conversation: Conversation) -> None:
-    """The answers to the messages of a pipe; the first failure ends it, as in any script."""
+    """Answer the messages of a pipe; the first failure ends it, as in any script."""
     for said in lines.piped():
         _turn(conversation, said, None)
         if conversation.ended:
@@ -104,7 +104,7 @@ def _recite(conversation: Conversation) -> None:
 
 
 def _turn(conversation: Conversation, said: lines.Said, interrupts: Interrupts | None) -> None:
-    """What was said is obeyed if it is a command, answered if it says something."""
+    """Obey what was said if it is a command, and answer it if it says something."""
     text = said.text
     if text.startswith("/") and not said.quoted:
         if not text.startswith("//"):

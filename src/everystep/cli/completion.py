@@ -109,12 +109,14 @@ VALUES: Mapping[str, Callable[[], Iterable[str]]] = {
     "source": _models,
     "name": lambda: (one.name for one in cached_models()),
 }
-"""What the values of parameters with these names may be."""
+"""The possible values of parameters with these names."""
 
 
 def candidates(root: Any, words: Sequence[str]) -> list[str]:
-    """What the last word may become, after the others, in alphabetical order; none where only the
-    user, or a list of files, can tell."""
+    """Return what the last word may become, after the others, in alphabetical order.
+
+    There are none where only the user, or a list of files, can tell.
+    """
     *before, current = [word for word in words if word != "="]
     if words[-1] == "=":  # bash takes --option= apart
         before, current = [*before, current], ""
@@ -137,8 +139,10 @@ def candidates(root: Any, words: Sequence[str]) -> list[str]:
 
 
 def _place(root: Any, words: Sequence[str]) -> tuple[Any, int, Any]:
-    """The command that words lead to, how many arguments it has by then, and the option that waits
-    for its value, or None."""
+    """Return the command that words lead to, and how many arguments it has by then.
+
+    The third value is the option that waits for its value, or None.
+    """
     command, arguments, option = root, 0, None
     for word in words:
         if option is not None:

@@ -41,11 +41,11 @@ class Conversation:
         return judged(self.said)
 
     def messages(self) -> list[Message]:
-        """Everything a chat template is to see, in order."""
+        """Return everything a chat template is to see, in order."""
         return [*system_message(self.system), *self.turns]
 
     def ask(self, text: str, interrupts: Interrupts | None = None) -> None:
-        """The answer is shown, and both are part of the conversation.
+        """Show the answer, and make both part of the conversation.
 
         A question that gets no answer was not asked.
         """
@@ -54,9 +54,9 @@ class Conversation:
             self.turns += [question, {"role": "assistant", "content": answer}]
 
     def ask_again(self, interrupts: Interrupts | None = None) -> None:
-        """The last question has another answer, or its old one where none comes.
+        """Give the last question another answer, or its old one where none comes.
 
-        RequestError if nothing was asked.
+        Raise RequestError if nothing was asked.
         """
         before = self.take_back()
         count = len(self.turns)
@@ -67,9 +67,9 @@ class Conversation:
                 self.turns += before
 
     def take_back(self) -> list[Message]:
-        """The last question and its answer, which are no longer part of the conversation.
+        """Return the last question and its answer, which are no longer part of the conversation.
 
-        RequestError if nothing was asked.
+        Raise RequestError if nothing was asked.
         """
         if not self.turns:
             raise RequestError("nothing was asked yet", do="Ask something first")
@@ -77,7 +77,7 @@ class Conversation:
         return [question, answer]
 
     def _answer(self, question: Message, interrupts: Interrupts | None) -> str:
-        """Shows an answer and returns what came of it until it ended or was stopped."""
+        """Show an answer and return what came of it until it ended or was stopped."""
         pieces: list[str] = []
         try:
             with self._stream(question) as stream, AnswerText() as shown:
@@ -97,7 +97,10 @@ class Conversation:
         return text
 
     def _stream(self, question: Message) -> Any:
-        """The answer as events; CapacityError if the conversation has become too long for one."""
+        """Return the answer as events.
+
+        Raise CapacityError if the conversation is too long for one.
+        """
         messages = [*self.messages(), question]
         # Every answer has draws of its own, also the second one to a question.
         seed = None if self.seed is None else self.seed + self.asked
@@ -109,7 +112,7 @@ class Conversation:
         return stream
 
     def _room(self, messages: list[Message], asked: int) -> int:
-        """The most new tokens: as many as were asked for and the model's context leaves."""
+        """Return the most new tokens: as many as were asked for and the model's context leaves."""
         if self.model.context is None:
             return asked
         ids = self.tokenizer.apply_chat_template(

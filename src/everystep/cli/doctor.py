@@ -53,7 +53,7 @@ def doctor(
 
 
 def _show(found: list[Finding]) -> None:
-    """A line per finding, for a person with what is to be done under it."""
+    """Show a line per finding, for a person with what is to be done under it."""
     if not is_terminal(sys.stdout):
         rows = [(one.verdict, one.what, one.found, one.do) for one in found]
         write_table(("verdict", "what", "here", "what to do"), rows)

@@ -34,7 +34,7 @@ _BROKEN_PIPE = 141  # 128 + SIGPIPE: what a shell reports for any program whose 
 
 
 def exit_code_of(action: Callable[[], None]) -> int:
-    """Runs `action` to its end and returns an exit code; what went wrong is on standard error."""
+    """Run `action` to its end and return an exit code; what went wrong is on standard error."""
     try:
         with _plain_warnings():
             action()
@@ -99,7 +99,7 @@ def _silence_output() -> None:
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Warnings are one line on standard error, without the line of code that gave them."""
+    """Show warnings as one line on standard error, without the line of code that gave them."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         note(f"warning: {message}")

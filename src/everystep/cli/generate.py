@@ -136,7 +136,7 @@ def generate(
 
 
 def _drafting(assistant: str | None, how: tuple[Any, ...]) -> dict[str, Any]:
-    """Arguments of a call for the model that drafts, loaded as the other one is; none without."""
+    """Return arguments of a call for the model that drafts, loaded like the other; none without."""
     if assistant is None:
         return {}
     model, tokenizer = load(assistant, *how)
@@ -144,7 +144,7 @@ def _drafting(assistant: str | None, how: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _said(context: typer.Context, decoding: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
-    """What the command line sets of a run that goes on: a length only if it was typed."""
+    """Return what the command line sets of a run that goes on: a length only if it was typed."""
     source = context.get_parameter_source("max_new_tokens")
     length = source is not None and source.name != "DEFAULT"
     said = {name: value for name, value in decoding.items() if name != "max_new_tokens" or length}
@@ -152,6 +152,6 @@ def _said(context: typer.Context, decoding: Mapping[str, Any], seed: int | None)
 
 
 def _note_silence(results: list[Any], tokenizer: Any) -> None:
-    """A model that has nothing to add to a text may have been meant to answer it."""
+    """Note that a model that has nothing to add to a text may have been meant to answer it."""
     if tokenizer.chat_template is not None and not any(one.text.strip() for one in results):
         note("the model ended the text at once; --chat sends it as a message instead")

@@ -33,7 +33,7 @@ Choices = Annotated[
 def following(
     schema: Path | None, regex: str | None, grammar: Path | None, choices: list[str] | None
 ) -> dict[str, Any]:
-    """Arguments of `generate()`: those that were said, with what their files hold."""
+    """Return arguments of `generate()`: those that were said, with what their files hold."""
     said = {
         "schema": None if schema is None else read_text(schema),
         "regex": regex,

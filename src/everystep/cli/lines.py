@@ -26,7 +26,7 @@ with suppress(ImportError):  # not every build of Python has it; then lines cann
 
 FENCE = '"""'
 MOST_LINES = 1000
-"""How many lines a history keeps."""
+"""The number of lines that a history keeps."""
 _MOST_BYTES = 1 << 20
 
 
@@ -39,7 +39,7 @@ class Said:
 
 
 def typed(interrupts: Interrupts) -> Iterator[Said]:
-    """Everything that is typed at the prompt, where Ctrl-C gives up the message, until Ctrl-D."""
+    """Yield everything that is typed, where Ctrl-C gives up the message, until Ctrl-D."""
     while True:
         try:
             with interrupts.raised():
@@ -55,7 +55,7 @@ def typed(interrupts: Interrupts) -> Iterator[Said]:
 
 
 def piped() -> Iterator[Said]:
-    """Everything that standard input says."""
+    """Yield everything that standard input says."""
     lines = enumerate(sys.stdin.buffer, 1)
 
     def line(prompt: str) -> str:
@@ -73,7 +73,10 @@ def piped() -> Iterator[Said]:
 
 
 def _whole(line: Callable[[str], str]) -> Said:
-    """One message, whose end is also the end of what can be read; EOFError if nothing is left."""
+    """Return one message, which the end of the input ends too.
+
+    Raise EOFError if nothing is left.
+    """
     text = line("> ")
     quoted = text.strip() == FENCE
     parts: list[str] = []
@@ -91,11 +94,10 @@ def _whole(line: Callable[[str], str]) -> Said:
 
 @contextmanager
 def history(file: Path) -> Iterator[None]:
-    """Lines of earlier chats can be called back inside, and afterwards those typed inside are in
-    the file too, which nobody else can read.
+    """Let lines of earlier chats be called back inside, and keep those typed inside in the file.
 
-    A line that begins with a space is not kept. Where the file cannot be read or written, a note
-    says so, and the chat goes on.
+    Nobody else can read the file. A line that begins with a space is not kept. Where the file
+    cannot be read or written, a note says so, and the chat goes on.
     """
     if readline is None:
         yield
@@ -114,7 +116,7 @@ def history(file: Path) -> Iterator[None]:
 
 
 def _kept(file: Path) -> list[str]:
-    """The lines that a history has."""
+    """Return the lines that a history has."""
     if not file.exists():
         return []
     try:
@@ -126,7 +128,7 @@ def _kept(file: Path) -> list[str]:
 
 
 def _keep(file: Path, new: list[str]) -> None:
-    """The last lines of what the file has by now, other chats' lines too, and of the new ones."""
+    """Keep the last lines of what the file has by now, also of other chats, and of the new ones."""
     lines = [line.replace("\n", " ") for line in [*_kept(file), *new]][-MOST_LINES:]
     data = "".join(f"{line}\n" for line in lines).encode("utf-8", "replace")
     # From the end, and from the beginning of a line, so that it can be read again.

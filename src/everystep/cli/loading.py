@@ -42,7 +42,7 @@ class Watched:
         return self
 
     def __call__(self, done: int, total: int, what: str) -> None:
-        """Shows how far a stage of a fetch has come."""
+        """Show how far a stage of a fetch has come."""
         if self._shown is None:
             if what != self._stage:
                 self._stage = what
@@ -75,7 +75,7 @@ class Watched:
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """A spinner on a terminal while something takes its time."""
+    """Show a spinner on a terminal while something takes its time."""
     if not is_terminal(sys.stderr):
         yield
         return
@@ -86,7 +86,7 @@ def working(what: str) -> Iterator[None]:
 
 
 def fetch(source: str, offline: bool) -> Path:
-    """The local path of a model, fetched if it was not there."""
+    """Return the local path of a model, fetched if it was not there."""
     with Watched(source) as progress:
         return resolve_source(source, offline=offline, progress=progress)
 
@@ -94,7 +94,7 @@ def fetch(source: str, offline: bool) -> Path:
 def load(
     source: str, dtype: str | None, quantize: Any, cache_dtype: Any, device: str, offline: bool
 ) -> tuple[Any, Any]:
-    """(model, tokenizer), fetched if they were not there, for a device that is."""
+    """Return (model, tokenizer), fetched if they were not there, for a device that is."""
     if device != "cpu":
         from everystep.models.load import usable_device  # imports torch
 
@@ -115,10 +115,11 @@ def load(
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """No search for garbage meanwhile, nor later among what was made meanwhile.
+    """Search for no garbage within, nor later among what was made within.
 
     Importing makes hundreds of thousands of objects that stay. To look at them again and again took
-    an eighth of the time to the first token."""
+    an eighth of the time to the first token.
+    """
     gc.disable()
     try:
         yield

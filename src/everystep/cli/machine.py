@@ -17,7 +17,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
 
 
 def version_of(distribution: str) -> str | None:
-    """The version that is installed; None without one."""
+    """Return the version that is installed; None without one."""
     from importlib import metadata
 
     try:
@@ -27,7 +27,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def devices() -> list[str]:
-    """Where models can run, as --device takes it, with the names of GPUs."""
+    """Return where models can run, as --device takes it, with the names of GPUs."""
     import torch
 
     cuda = torch.cuda
@@ -35,7 +35,7 @@ def devices() -> list[str]:
 
 
 def threads() -> int:
-    """How many threads compute."""
+    """Return how many threads compute."""
     import torch
 
     return torch.get_num_threads()

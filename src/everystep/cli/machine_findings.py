@@ -37,7 +37,7 @@ class Finding:
 
 
 def machine_findings(speed: float, offline: bool) -> list[Finding]:
-    """Everything about the machine; `speed`: bytes of memory per second."""
+    """Return everything about the machine; `speed`: bytes of memory per second."""
     settings = SourceSettings.from_environment()
     return [
         _processor(),

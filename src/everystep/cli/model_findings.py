@@ -16,7 +16,7 @@ from everystep.requests.needs import row_bytes
 
 
 def model_findings(path: Path, speed: float) -> list[Finding]:
-    """Everything about the model in a folder or file; `speed`: bytes of memory per second."""
+    """Return all about the model in a folder or file; `speed`: bytes of memory per second."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it runs slowly is a finding below

@@ -36,11 +36,12 @@ _OPTIONS = {
 
 
 def decoding(**said: Any) -> dict[str, Any]:
-    """Arguments of `generate()`: what is None is left to the model's own generation config, an
-    option of sampling turns sampling on, and the name of a strategy becomes its settings, or stays
-    a name if the strategy is another package's.
+    """Return the arguments of `generate()` that options stand for.
 
-    RequestError if a value is impossible, in conflict with another, or without effect.
+    What is None is left to the model's own generation config, an option of sampling turns sampling
+    on, and the name of a strategy becomes its settings, or stays a name if the strategy is another
+    package's. Raise RequestError if a value is impossible, in conflict with another, or without
+    effect.
     """
     given = {name: value for name, value in said.items() if value is not None}
     strategy = given.pop("strategy", None)
@@ -53,10 +54,10 @@ def decoding(**said: Any) -> dict[str, Any]:
 
 
 def judged(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The same arguments of `generate()`, with sampling on where one of them shapes it, and off
-    where the temperature is 0.
+    """Return the same arguments of `generate()`, with sampling on where one of them shapes it.
 
-    RequestError if a value is impossible, in conflict with another, or without effect.
+    It is off where the temperature is 0. Raise RequestError if a value is impossible, in conflict
+    with another, or without effect.
     """
     shaping = [name for name in _SAMPLING if given.get(name) is not None]
     whole = dict(given)
@@ -75,7 +76,7 @@ def judged(given: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def spelled_as_typed(names: Iterable[str]) -> Iterator[None]:
-    """A RequestError that is raised within names options where it names these fields."""
+    """Let a RequestError that is raised within name options where it names these fields."""
     try:
         yield
     except RequestError as error:
@@ -83,12 +84,12 @@ def spelled_as_typed(names: Iterable[str]) -> Iterator[None]:
 
 
 def typed_fields(options: Iterable[str]) -> list[str]:
-    """The fields that these options set, but for names of one word, which texts use as a word."""
+    """Return the fields that these options set, but for names that are ordinary words."""
     return [name for name in (*options, *_OPTIONS) if "_" in name]
 
 
 def as_typed(text: str, names: Iterable[str]) -> str:
-    """The text with fields of these names spelled as they are typed: `--top-k 5` for `top_k=5`."""
+    """Return the text with fields of these names spelled as typed: `--top-k 5` for `top_k=5`."""
     for name in sorted(names, key=len, reverse=True):
         option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
         if name == "do_sample":
@@ -102,16 +103,19 @@ def as_typed(text: str, names: Iterable[str]) -> str:
 
 
 def unread(texts: Sequence[str] | None) -> list[list[int]] | None:
-    """What stands for the ids of forced texts until a tokenizer is loaded, so that the options can
-    be judged before that; None without texts."""
+    """Return what stands for the ids of forced texts until a tokenizer is loaded; None without
+    texts.
+
+    So the options can be judged before that.
+    """
     return [[0]] if texts else None
 
 
 def forced_words(texts: Sequence[str] | None, tokenizer: Any) -> dict[str, Any]:
-    """Arguments of `generate()` for texts that have to occur in the answer, exactly as they are
-    typed; none without texts.
+    """Return arguments of `generate()` for texts that have to occur in the answer; none without
+    texts.
 
-    RequestError for a text without ids.
+    They occur exactly as they are typed. Raise RequestError for a text without ids.
     """
     if not texts:
         return {}
@@ -127,10 +131,10 @@ def forced_words(texts: Sequence[str] | None, tokenizer: Any) -> dict[str, Any]:
 
 
 def _own_strategy(name: str | None, options: Sequence[str] | None) -> dict[str, Any]:
-    """Arguments of `generate()` for a strategy of another package; none for the library's own.
+    """Return arguments of `generate()` for another package's strategy; none for the library's own.
 
-    UnknownArgumentError, which lists all there are, if there is none of this name; RequestError
-    for options that are spelled wrong, or that nobody reads.
+    Raise UnknownArgumentError, which lists all there are, if there is none of this name, and
+    RequestError for options that are spelled wrong, or that nobody reads.
     """
     if name is not None and not is_named(name):
         from everystep.requests.strategies import require_known
@@ -147,7 +151,7 @@ def _own_strategy(name: str | None, options: Sequence[str] | None) -> dict[str, 
 
 
 def _read_option(text: str) -> tuple[str, Any]:
-    """The name and the value of NAME=VALUE: a value of JSON, else the text itself."""
+    """Return the name and the value of NAME=VALUE: a value of JSON, else the text itself."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise RequestError("--strategy-option is spelled wrong", wanted="NAME=VALUE", got=text)
@@ -158,8 +162,10 @@ def _read_option(text: str) -> tuple[str, Any]:
 
 
 def note_seed(model: Any, decoding: Mapping[str, Any], seed: int | None) -> None:
-    """A caller who gives a seed, of which greedy decoding makes no use, is warned; what the
-    strategy of another package makes of it is not known."""
+    """Warn a caller who gives a seed of which greedy decoding makes no use.
+
+    What the strategy of another package makes of it is not known.
+    """
     if seed is None or "strategy" in decoding:
         return
     if not decoding.get("do_sample", getattr(model.generation_config, "do_sample", None)):
@@ -167,7 +173,7 @@ def note_seed(model: Any, decoding: Mapping[str, Any], seed: int | None) -> None
 
 
 def _device_name(text: str) -> str:
-    """The text itself if it is spelled like a device."""
+    """Return the text itself if it is spelled like a device."""
     if not _DEVICE.fullmatch(text):
         raise typer.BadParameter(f"{text!r} is not a device; wanted cpu, cuda, cuda:1 or the like")
     return text

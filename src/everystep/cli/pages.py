@@ -23,8 +23,10 @@ Reasoning = Annotated[bool, _page("--reasoning", help="Have the model think befo
 def asked_page(
     page: Path | None, lines: Path | None, reasoning: bool, system: str | None
 ) -> dict[str, Any]:
-    """Arguments of `layout_prompt()`, with what the files hold; none where no page is asked
-    about."""
+    """Return arguments of `layout_prompt()`, with what the files hold.
+
+    There are none where no page is asked about.
+    """
     if page is None and lines is None:
         if reasoning:
             raise typer.BadParameter("--reasoning needs --page and --lines")

@@ -24,11 +24,14 @@ class Prompt:
 
     @property
     def continues(self) -> bool:
-        """Whether the model sees the text itself and nothing else."""
+        """True if the model sees the text itself and nothing else."""
         return not self.page and not self.message and self.system is None
 
     def for_model(self, model: Any, tokenizer: Any) -> Any:
-        """What `es.stream` takes; RequestError for a message to a model that has no template."""
+        """Return what `es.stream` takes.
+
+        Raise RequestError for messages to a model without template.
+        """
         if self.page:
             return es.layout_prompt(model, tokenizer, self.text, **self.page)
         if self.continues:
@@ -38,12 +41,12 @@ class Prompt:
 
 
 def system_message(system: str | None) -> list[Message]:
-    """What stands before all other messages."""
+    """Return what stands before all other messages."""
     return [] if system is None else [{"role": "system", "content": system}]
 
 
 def require_template(tokenizer: Any, what: str) -> None:
-    """RequestError where a model cannot be sent messages, as `what` would."""
+    """Raise RequestError where a model cannot be sent messages, as `what` would."""
     if tokenizer.chat_template is None:
         raise RequestError(
             f"{what} needs a model with a chat template",

@@ -28,7 +28,7 @@ PATIENCE = 3.0
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:
-    """The text of the prompt; `-` as argument, or no argument into a pipe, reads standard input.
+    """Return the prompt's text; `-` as argument, or none into a pipe, reads standard input.
 
     What a pipe or a file hands on beside a prompt follows it after a blank line.
     """
@@ -50,7 +50,7 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
 
 
 def _with_input(said: str) -> str:
-    """What was said, followed by standard input, where that has something to say."""
+    """Return what was said, followed by standard input, where that has something to say."""
     if sys.stdin is None or sys.stdin.closed or is_terminal(sys.stdin) or not _delivers():
         return said
     more = _input()
@@ -58,7 +58,7 @@ def _with_input(said: str) -> str:
 
 
 def _delivers() -> bool:
-    """Whether standard input is a file, or a pipe with something in it or whose end was reached.
+    """Return whether standard input is a file, or a pipe that holds something or has ended.
 
     A program that is started by another one may have inherited a pipe into which nobody ever
     writes, so it is not waited for without end.
@@ -81,12 +81,15 @@ def _delivers() -> bool:
 
 
 def _input() -> str:
-    """The whole of standard input."""
+    """Return the whole of standard input."""
     return _whole(sys.stdin.buffer.read(_LONGEST + 1), "standard input")
 
 
 def read_text(file: Path) -> str:
-    """The text of a file, without its final line break; FileError where it cannot be read."""
+    """Return the text of a file, without its final line break.
+
+    Raise FileError if it is unreadable.
+    """
     try:
         with file.open("rb") as opened:
             return _whole(opened.read(_LONGEST + 1), str(file))
@@ -98,14 +101,14 @@ def read_text(file: Path) -> str:
 
 
 def _whole(data: bytes, where: str) -> str:
-    """The text of all that a file holds, without its final line break."""
+    """Return the text of all that a file holds, without its final line break."""
     if len(data) > _LONGEST:
         raise FileError(f"{where} is too long", wanted=f"at most {_LONGEST} bytes")
     return decoded(data, where).removesuffix("\n").removesuffix("\r")
 
 
 def decoded(data: bytes, where: str) -> str:
-    """The bytes as text; FileError says where they are not UTF-8."""
+    """Return the bytes as text; raise FileError that says where they are not UTF-8."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -142,7 +145,7 @@ class Interrupts:
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Ctrl-C raises at once inside, and what was wished before is forgotten."""
+        """Let Ctrl-C raise at once inside, and forget what was wished before."""
         self.wished = False
         self._raises = True
         try:

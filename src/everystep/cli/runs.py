@@ -33,7 +33,7 @@ Trace = Annotated[
 
 
 def refuse_prompt(said: dict[str, Any]) -> None:
-    """RequestError for what would ask a run that goes on for another prompt."""
+    """Raise RequestError for what would ask a run that goes on for another prompt."""
     wrong = [name for name, value in said.items() if value]
     if wrong:
         raise RequestError(
@@ -45,8 +45,10 @@ def refuse_prompt(said: dict[str, Any]) -> None:
 def resumed(
     path: Path, model: Any, tokenizer: Any, again: dict[str, Any], changes: dict[str, Any]
 ) -> Any:
-    """The run of a file, with `again` what it cannot hold, and other values of what was said
-    now."""
+    """Return the run of a file, with other values of what was said now.
+
+    `again`: what the file cannot hold.
+    """
     run = es.resume(path, model, tokenizer, **again)
     if changes:
         run.set(**changes)
@@ -86,13 +88,16 @@ class WatchedRun:
             note(f"saved; go on with --resume {self._save}")
 
     def results(self) -> list[list[Any]]:
-        """Every sequence as it ended."""
+        """Return every sequence as it ended."""
         found = self._run.result()
         return [found if isinstance(found, list) else [found]]
 
 
 def _step_document(step: Any, tokenizer: Any) -> dict[str, Any]:
-    """A step as JSON types: what was settled, who continued whom, and how the choice came about."""
+    """Return a step as JSON types.
+
+    It has what was settled, who continued whom, and how the choice came about.
+    """
     chosen = step.branches[0].tokens[:1] if step.branches else ()
     document = {
         "step": step.number,
@@ -123,6 +128,6 @@ def _step_document(step: Any, tokenizer: Any) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> float | None:
-    """A number that JSON has; None for one that it has not."""
+    """Return a number that JSON has; None for one that it has not."""
     number = float(value)
     return number if abs(number) < float("inf") else None

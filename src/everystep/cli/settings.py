@@ -20,7 +20,7 @@ def _switch(text: str) -> bool:
 
 
 def _texts(text: str) -> list[str]:
-    """The texts of a JSON string or list, else the text as it is typed."""
+    """Return the texts of a JSON string or list, else the text as it is typed."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -41,14 +41,14 @@ KINDS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "repetition_penalty": (float, "a number"),
     "stop": (_texts, "a text, or a list of texts in JSON"),
 }
-"""What can be set: how its value is read, and what that is called."""
+"""The settings: how the value of each is read, and what that is called."""
 _FIELDS = {"stop": "stop_strings"}
 
 
 def change(conversation: Conversation, name: str, text: str) -> None:
-    """The next answers are found with this value; `none` leaves it to the model again.
+    """Set a value for the next answers; `none` leaves it to the model again.
 
-    RequestError, and nothing has changed, for an unknown name and for a value that is impossible
+    Raise RequestError, and change nothing, for an unknown name and for a value that is impossible
     or goes with another one that is set.
     """
     if name not in KINDS:
@@ -78,7 +78,7 @@ def _read(name: str, text: str) -> Any:
 
 
 def shown_settings(conversation: Conversation, name: str = "") -> list[str]:
-    """What is set, one line each, or the one of this name; what is not is the model's own."""
+    """Return what is set, one line each, or the one of this name; the rest is the model's own."""
     values = {**conversation.settings, "seed": conversation.seed}
     names = [name] if name else list(KINDS)
     return [f"{one} {_word(values.get(_FIELDS.get(one, one)))}" for one in names]

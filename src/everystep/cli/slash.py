@@ -18,7 +18,7 @@ from everystep.files.strict_json import MAX_JSON_BYTES, parse_list
 
 
 def obey(conversation: Conversation, line: str, interrupts: Interrupts | None) -> list[str]:
-    """Does what a line that starts with a slash says, and returns the lines to show."""
+    """Do what a line that starts with a slash says, and return the lines to show."""
     name, _, rest = line[1:].partition(" ")
     if name not in COMMANDS:
         close = nearest(name, COMMANDS)
@@ -31,7 +31,7 @@ Act = Callable[[Conversation, str, Interrupts | None], list[str]]
 
 
 class Command(NamedTuple):
-    """What a command does, and how /help puts it."""
+    """A command: what it does, and how /help puts it."""
 
     act: Act
     what: str
@@ -67,7 +67,7 @@ def _system(conversation: Conversation, rest: str, interrupts: Interrupts | None
 
 
 def _save(conversation: Conversation, rest: str, interrupts: Interrupts | None) -> list[str]:
-    """The messages are in a file as JSON; RequestError if another's file is there."""
+    """Save the messages to a file as JSON; raise RequestError if another's file is there."""
     place = _place("save", rest)
     if place.exists() and place not in conversation.saved:
         raise RequestError(f"{Path(rest)} exists already", do="Give another name")
@@ -79,7 +79,7 @@ def _save(conversation: Conversation, rest: str, interrupts: Interrupts | None) 
 
 
 def _load(conversation: Conversation, rest: str, interrupts: Interrupts | None) -> list[str]:
-    """The conversation is the one in a file that /save wrote; FormatError if it holds another."""
+    """Load the conversation of a file that /save wrote; raise FormatError if it holds another."""
     place = _place("load", rest)
     messages = read_messages(place)
     first = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
@@ -90,9 +90,9 @@ def _load(conversation: Conversation, rest: str, interrupts: Interrupts | None) 
 
 
 def read_messages(file: Path) -> list[Message]:
-    """The messages of a file: a system message perhaps, then questions, each with its answer.
+    """Read the messages of a file: perhaps a system message, then questions, each with its answer.
 
-    MissingFileError and FormatError where it is not there, too large, or holds something else.
+    Raise MissingFileError or FormatError where it is not there, too large, or holds something else.
     """
     found = parse_list(read_bounded(file, MAX_JSON_BYTES), str(file))
     messages = [_message(one, number, file) for number, one in enumerate(found)]

@@ -24,29 +24,31 @@ _CONTROLS = dict.fromkeys([*(set(range(32)) - {9, 10}), *range(127, 160), *_TURN
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a person is at the other end of this stream; None is one that was closed before the
-    program began."""
+    """Return whether a person is at the other end of this stream.
+
+    None is one that was closed before the program began.
+    """
     return stream is not None and not stream.closed and stream.isatty()
 
 
 def _columns() -> int:
-    """How many characters a line of the terminal has."""
+    """Return how many characters a line of the terminal has."""
     return max(shutil.get_terminal_size().columns, 1)
 
 
 def harmless(text: str) -> str:
-    """The text without the characters that a terminal obeys instead of showing them."""
+    """Return the text without the characters that a terminal obeys instead of showing them."""
     return text.translate(_CONTROLS)
 
 
 def write(text: str) -> None:
-    """The text is on standard output at once, with no line break added."""
+    """Write the text on standard output at once, with no line break added."""
     sys.stdout.write(harmless(text) if is_terminal(sys.stdout) else text)
     sys.stdout.flush()
 
 
 def write_line(text: str = "") -> None:
-    """The text is on standard output, on a line of its own."""
+    """Write the text on standard output, on a line of its own."""
     write(f"{text}\n")
 
 
@@ -61,7 +63,7 @@ class AnswerText:
         return self
 
     def write(self, piece: str) -> None:
-        """One more piece, the last word of which may wait for its end."""
+        """Write one more piece, the last word of which may wait for its end."""
         write(piece if self._wrapped is None else self._wrapped(harmless(piece)))
 
     def __exit__(self, *_: object) -> None:
@@ -70,19 +72,19 @@ class AnswerText:
 
 
 def write_document(value: Any, *, indent: int | None = None) -> None:
-    """A JSON document is on standard output, in lines of this indent or in one line."""
+    """Write a JSON document on standard output, in lines of this indent or in one line."""
     # Where the stream cannot express a character, an escape loses nothing.
     narrow = (sys.stdout.encoding or "ascii").lower().replace("-", "") != "utf8"
     write_line(json.dumps(value, indent=indent, ensure_ascii=narrow, allow_nan=False))
 
 
 def write_report(value: Any) -> None:
-    """A JSON document is on standard output, indented if a person reads it."""
+    """Write a JSON document on standard output, indented if a person reads it."""
     write_document(value, indent=2 if is_terminal(sys.stdout) else None)
 
 
 def write_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The rows are aligned under headings for a person, separated by tabs for a program."""
+    """Write the rows, aligned under headings for a person, separated by tabs for a program."""
     if not is_terminal(sys.stdout):
         for row in rows:
             write_line("\t".join(row))
@@ -101,7 +103,7 @@ def write_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def write_item(heading: str, text: str) -> None:
-    """Lines on standard output, broken between words, that stand beside a heading."""
+    """Write lines on standard output, broken between words, that stand beside a heading."""
     from rich.cells import cell_len
 
     indent = " " * cell_len(heading)
@@ -117,8 +119,10 @@ def write_item(heading: str, text: str) -> None:
 
 
 def note(text: str) -> None:
-    """One line on standard error, whatever line breaks the text has; on a terminal it is broken
-    between words."""
+    """Write one line on standard error, whatever line breaks the text has.
+
+    On a terminal it is broken between words.
+    """
     line = f"everystep: {harmless(' '.join(text.split()))}"
     if is_terminal(sys.stderr):
         line = "\n".join(
@@ -129,7 +133,10 @@ def note(text: str) -> None:
 
 
 def require_streams() -> None:
-    """Output is possible; FileError where standard output was closed before the program began."""
+    """Make output possible.
+
+    Raise FileError if standard output was closed before the program began.
+    """
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (it stays open to the end)
     if sys.stdout is None:
@@ -138,7 +145,7 @@ def require_streams() -> None:
 
 
 def tolerate_narrow_encodings() -> None:
-    """A stream that cannot express a character shows a question mark instead of failing."""
+    """Let a stream that cannot express a character show a question mark instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if callable(reconfigure := getattr(stream, "reconfigure", None)):
             reconfigure(errors="replace")

@@ -22,15 +22,15 @@ class Wrapped:
         self._word = ""
 
     def __call__(self, piece: str) -> str:
-        """What can be shown now."""
+        """Return what can be shown now."""
         return "".join(map(self._after, piece))
 
     def rest(self) -> str:
-        """What was held back; from now on nothing is."""
+        """Return what was held back; from now on nothing is."""
         return self._placed()
 
     def _after(self, character: str) -> str:
-        """What one more character makes visible."""
+        """Return what one more character makes visible."""
         if character == "\n":
             shown = self._placed() if self._word else ""
             self._column, self._space = 0, ""
@@ -48,7 +48,7 @@ class Wrapped:
         return self._placed() if cell_len(self._word) >= self._columns else ""
 
     def _placed(self) -> str:
-        """The spaces and the word, on the next line if this one has no room for them."""
+        """Return the spaces and the word, on the next line if this one has no room for them."""
         space, word = self._space, self._word
         self._space = self._word = ""
         width = cell_len(word)

@@ -29,9 +29,9 @@ from everystep.nn.network import Heard, Store
 from everystep.types import InputSpec, Prompt
 
 _NAMING = ("_name_or_path", "name_or_path", "transformers_version", "architectures")
-"""What a configuration says that tells nothing of the model."""
+"""The parts of a configuration that tell nothing of the model."""
 _KNOWN: WeakKeyDictionary[nn.Module, Findings] = WeakKeyDictionary()
-"""What was found out of modules that still exist; their weights may change, their code not."""
+"""The findings on modules that still exist; their weights may change, their code not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from everystep.errors import ModelClassError, UnsupportedError
 
 NOBODY = "__base__"
-"""What PEFT calls the adapter of a row that none is to change."""
+"""The adapter of a row that none is to change, in the words of PEFT."""
 _ADAPTERS = "peft"
 _LINEAR_CACHE = "cache_params"
 

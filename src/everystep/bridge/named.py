@@ -48,9 +48,9 @@ _MEDIA = ("pixel", "image", "video", "audio", "vision", "feature", "grid")
 _GRID = "grid_thw"
 _ROPE = "get_rope_index"
 REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, StopIteration)
-"""What a module raises for inputs that do not fit one another."""
+"""The errors of a module for inputs that do not fit one another."""
 _RANKS = {"input_features": 3, "pixel_values": 4, "flattened_patches": 3}
-"""How many dimensions a batch of what an encoder reads has; of others 2."""
+"""The number of dimensions of a batch that an encoder reads; others have 2."""
 
 
 def declared(foreign: Foreign) -> tuple[InputSpec, ...]:

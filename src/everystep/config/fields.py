@@ -208,7 +208,7 @@ ELSEWHERE = {
     "repeat_penalty": "repetition_penalty",
     "typical": "typical_p",
 }
-"""What other engines call our fields."""
+"""The names that other engines have for our fields."""
 
 # Names that belong to the call of generate(), not to a configuration.
 CALL_ONLY: frozenset[str] = frozenset(

@@ -32,11 +32,11 @@ class Executor(Protocol):
     "best": to answer with the best logits of a row without the others; the engine asks for that
     where "truncate" allows it to read a row again."""
     inputs: Mapping[str, InputSpec]
-    """What feeds may bring, where its form is known before compute: what the model declares,
+    """The inputs that feeds may bring, in forms known before compute: what the model declares,
     "positions" with the shape (axes,), "mask" with the shape (heads,)."""
     host_threads: int | None
-    """How many threads torch may use for the thread that steps, while it steps; None: as many as
-    before. An executor with threads of its own sets 1, since those of torch wait by spinning."""
+    """The number of threads that torch may use for the thread that steps; None: as many as before.
+    An executor with threads of its own sets 1, since those of torch wait by spinning."""
 
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want."""

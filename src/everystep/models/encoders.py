@@ -17,7 +17,7 @@ from everystep.models.loader import WeightLoader
 from everystep.models.parameters import Parameter
 
 Misfit = tuple[str, object, object]
-"""What is wrong with a value, what was wanted, and what was given."""
+"""Texts on a value: what is wrong with it, what was wanted, and what was given."""
 
 
 class PromptEncoder(Protocol):

@@ -116,7 +116,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         derived=_window,
     ),
 }
-"""What files call an architecture -> what it is."""
+"""The architectures by the names that files have for them."""
 
 # Each changes what a model computes, and is understood where an architecture reads it.
 REFUSED: Mapping[str, tuple[str, ...]] = {

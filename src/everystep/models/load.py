@@ -39,7 +39,7 @@ from everystep.nn.quantized import QuantizedWeight
 from everystep.nn.rounding import Rounding
 
 InPanels = Callable[[Any], bool]
-"""Whether a model of this specification is held in panels, in one of their types on the CPU."""
+"""A test: a model of this specification is held in panels, in one of their types on the CPU."""
 
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 

@@ -46,7 +46,7 @@ NAMES: Mapping[str, str] = {
     "attention_post_norm": "post_self_attn_layernorm",
     "mlp_post_norm": "post_mlp_layernorm",
 }
-"""What most families call their tensors, without `.weight` and `.bias`; those of a layer come after
+"""The names of tensors in most families, without `.weight` and `.bias`; those of a layer come after
 `layers` and its number. Names of what a spec does not have are not used. `qkv` and `gate_up` name
 what checkpoints of some families hold as one. A pair of braces stands for an expert's number;
 `experts_up` and `experts_down` are the stacks of all experts that transformers' modules hold, and

@@ -22,7 +22,7 @@ BLOCK = 32
 SUPER_BLOCK = 256
 EIGHT_BITS = ("int8", "q8_0")
 HIGH_BITS = {"q5_0": 1, "q5_k": 1, "q6_k": 2}
-"""How many bits beyond four such codes have."""
+"""The number of bits beyond four that such codes have."""
 WITH_SUPER_BLOCKS = ("q4_k", "q5_k", "q6_k")
 
 

@@ -222,6 +222,6 @@ class Llama3:
 
 
 Scaling = Interpolated | Dynamic | Yarn | LongRope | Llama3
-"""How frequencies are stretched: `frequencies` for a head's `dim` and base `theta` are float32,
+"""The stretching of frequencies: `frequencies` for a head's `dim` and base `theta` are float32,
 (dim/2,), or (N, dim/2) where they depend on the row's length (`by_length`) and `lengths` (N,) are
 given. Cos and sin are multiplied with `attention_factor`."""

@@ -171,7 +171,7 @@ class Draft:
 
 
 Schedule = Literal["constant", "heuristic", "costs"]
-"""How long drafts are: always so many ids; two more after a draft that was right, one fewer after
+"""The length of drafts: always so many ids; two more after a draft that was right, one fewer after
 one that was not; or as many as pay, by what steps have cost and drafts have gained."""
 
 

@@ -18,7 +18,7 @@ from everystep.types.scores import Scores
 MOST_POSITION = 2**31 - 1
 """The greatest position id."""
 MOST_BEST = 64
-"""How many of the best logits of a row a feed may want at most, in place of the whole row."""
+"""The most of the best logits of a row that a feed may want in place of the whole row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 COMMAND = "python -m everystep.executors.native.build"
-"""What compiles the kernels where the package is installed."""
+"""The command that compiles the kernels where the package is installed."""
 SOURCES = (
     "interface.cpp",
     "step.cpp",
@@ -63,7 +63,7 @@ _NEEDS = {
     "avx2": ("avx2", "fma", "f16c"),
     "plain": (),
 }
-"""What Linux calls what a set needs."""
+"""The names in Linux for what a set needs."""
 
 
 def instruction_sets() -> Mapping[str, tuple[str, ...]]:

@@ -191,7 +191,7 @@ _FUNCTIONS = {
     "es_read_out": (c_int32, c_void_p, c_void_p, c_int64, c_void_p),
     "es_run": (c_int32, c_void_p, POINTER(StepWork), c_int32),
 }
-"""What each function of the library returns, and what it is given."""
+"""The type of each function's result in the library, and those of its arguments."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ LAYERS: Mapping[str, str] = {
     "v": "v_proj",
     "out": "out_proj",
 }
-"""What most families call what a layer has; the projections come after an attention."""
+"""The names in a layer of most families; the projections come after an attention."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from everystep.errors import RequestError
 from everystep.models.vision.spec import Grid, VisionSpec
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
-"""What stands at a position, as `mm_token_type_ids` say it."""
+"""The kinds of positions, as `mm_token_type_ids` say it."""
 AXES = 3
 
 

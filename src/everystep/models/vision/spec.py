@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from everystep.nn.norm import NormKind
 
 Grid = tuple[int, int, int]
-"""How many frame groups a picture has, and how many patches each of them is high and wide."""
+"""The number of frame groups of a picture, and its height and width in patches."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,14 @@ LONG_FUNCTION = 25  # nine of ten functions of src are no longer
 EMPTY_NAMES = {"util", "utils", "helper", "helpers", "manager", "managers", "misc"}
 # Who may assert: packages that keep state which no input of a user can make wrong.
 ASSERTING = ("cache/", "engine/", "executors/", "testing/")
+# What tells about something that is not named yet: the sentence has to be read twice.
+VAGUE_START = re.compile(r"(?:What|Whether|How|Where|Those|Which|That)\b")
+# Whose docstrings are still to be rewritten.
+VAGUE_STILL = (
+    *("api/", "engine/", "text/", "files/", "images/", "sounds/", "testing/"),
+    *("processors/base.py", "processors/grammars/"),
+    *("strategies/beam.py", "strategies/beam_bank.py"),
+)
 WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 BARE_TODO = re.compile(r"\b(?:TODO|FIXME)\b(?!\(#\d+\))")
 PRIVATE_PATH = re.compile(r"(?<![\w.-])/(?:work|opt)/|(?:\.\./|(?<![\w/.-]))shared/")
@@ -55,6 +63,18 @@ def missing_docstrings(files: Files) -> list[str]:
         found += [f"{path}: the module"] * (ast.get_docstring(tree) is None)
         found += [f"{path}:{n.lineno} {n.name}" for n in public if ast.get_docstring(n) is None]
     return found
+
+
+def vague_docstrings(files: Files) -> list[str]:
+    """Functions and classes whose docstring begins neither with a verb nor with a noun."""
+    return [
+        f"{path}:{node.lineno} {node.name}"
+        for path, text in files.items()
+        if not path.startswith(VAGUE_STILL)
+        for node in ast.walk(parsed(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if VAGUE_START.match(ast.get_docstring(node) or "")
+    ]
 
 
 def defined_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -121,6 +141,10 @@ def test_what_is_public_is_documented() -> None:
     assert missing_docstrings(sources()) == []
 
 
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    assert vague_docstrings(sources()) == []
+
+
 def test_every_file_says_what_it_is(folder: Files) -> None:
     assert [path for path, text in folder.items() if ast.get_docstring(parsed(text)) is None] == []
 
@@ -152,6 +176,9 @@ SIXTY_ONE_LINES = "def f():\n" + "    x = 1\n" * (LONGEST_FUNCTION + 1)
         (missing_docstrings, "a.py", "x = 1"),
         (missing_docstrings, "a.py", '"""Text."""\ndef f(): ...'),
         (missing_docstrings, "a.py", '"""Text."""\nclass A: ...'),
+        (vague_docstrings, "a.py", 'def f():\n    """Whether it is so."""'),
+        (vague_docstrings, "a.py", 'class A:\n    """What it knows."""'),
+        (vague_docstrings, "cache/a.py", 'class A:\n    def f(self):\n        """How many."""'),
         (empty_names, "cache/utils.py", ""),
         (empty_names, "a.py", "class CacheManager: ..."),
         (empty_names, "a.py", "def f():\n    def helper_one(): ..."),
@@ -169,6 +196,9 @@ def test_bad_form_is_found(checker: object, path: str, text: str) -> None:
     [
         (long_functions, "a.py", 'def f():\n    """Text.\n\n' + "    a\n" * 70 + '    """\n'),
         (missing_docstrings, "a.py", '"""Text."""\ndef _f(): ...'),
+        (vague_docstrings, "a.py", 'def f():\n    """Return what it knows."""'),
+        (vague_docstrings, "a.py", 'def f():\n    """Whatever."""'),
+        (vague_docstrings, "engine/a.py", 'def f():\n    """Whether it is so."""'),
         (empty_names, "processors/base.py", "class Manage: ..."),
         (forbidden_asserts, "engine/a.py", "assert x, 'every row has an owner'"),
     ],

@@ -18,6 +18,11 @@ from everystep.text.known_templates import KNOWN_TEMPLATES
 from tests.text.reading import CHATML_OF_MANY
 
 CHAT: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
+# A single comparison of lists, which share every item, and takes 2 ** 60 steps of Python's.
+ENDLESS_COMPARISON = (
+    "{% set n = namespace(a=[1], b=[1]) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}"
+    "{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.a == n.b }}"
+)
 
 
 def processes() -> set[int]:
@@ -55,11 +60,8 @@ def test_what_fails_is_not_kept() -> None:
 
 
 def test_what_counts_no_steps_is_ended_from_outside() -> None:
-    # A single comparison of lists, which share every item, and takes 2 ** 60 steps of Python's.
-    source = "{% set n = namespace(a=[1], b=[1]) %}{% for i in range(60) %}"
-    source += "{% set n.a = [n.a, n.a] %}{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.a == n.b }}"
     with pytest.raises(TokenizerError, match="needs more time or memory than a template gets"):
-        ChatTemplate(source, TemplateLimits(seconds=0.2)).render(CHAT)
+        ChatTemplate(ENDLESS_COMPARISON, TemplateLimits(seconds=0.2)).render(CHAT)
 
 
 def test_threads_do_not_wait_for_each_other_or_mix() -> None:
@@ -78,6 +80,33 @@ def test_a_forked_process_has_its_own() -> None:
         os._exit(0 if template.render(CHAT).text == "forkedHi" else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert template.render(CHAT).text == "forkedHi"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork of a POSIX system")
+def test_a_fork_while_another_thread_renders_begins_at_once() -> None:
+    """The child ends what it has of its parent's processes, whatever that thread was at."""
+    waits = ChatTemplate(ENDLESS_COMPARISON, TemplateLimits(seconds=1))
+    busy = threading.Thread(target=lambda: pytest.raises(TokenizerError, waits.render, CHAT))
+    asked = threading.Event()
+    send = caged.send
+
+    def sent(*given: Any) -> None:
+        send(*given)
+        asked.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(caged, "send", sent)
+        busy.start()
+        assert asked.wait(60)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if ChatTemplate("{{ 'child' }}").render(CHAT).text == "child" else 1)
+        busy.join()
+    # A child that hangs is ended, so that the test fails instead of waiting with it.
+    clock = threading.Timer(60, os.kill, (child, signal.SIGKILL))
+    clock.start()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    clock.cancel()
 
 
 def test_after_an_interrupt_the_next_chat_gets_its_own_text(

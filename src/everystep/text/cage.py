@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import jinja2
 import markupsafe
@@ -106,7 +107,7 @@ class _Cage:
             self._process.returncode = 0  # another process waits for it
         for pipe in (self._process.stdin, self._process.stdout):
             with suppress(OSError):
-                cast(BinaryIO, pipe).close()
+                cast(FileIO, pipe).close()
 
     def __del__(self) -> None:
         if hasattr(self, "_process"):
@@ -121,10 +122,10 @@ class _Cage:
         clock.start()
         try:
             if question is not None:
-                caged.send(cast(BinaryIO, process.stdin), question)
+                caged.send(cast(FileIO, process.stdin), question)
             # A character takes six bytes at most, written as an escape.
             most = 6 * self._limits.text_characters + (1 << 20)
-            data = caged.receive(cast(BinaryIO, process.stdout), most)
+            data = caged.receive(cast(FileIO, process.stdout), most)
             return None if data is None else caged.unpacked(data)
         except (OSError, ValueError, RecursionError):  # it has ended, or says what it never would
             return None
@@ -154,9 +155,11 @@ def _started() -> subprocess.Popen[bytes]:
     line = [sys.executable, "-I", "-S", str(caged.__file__), *sorted(found)]
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
     try:
-        # In a session of its own Ctrl-C in the terminal does not reach it.
+        # In a session of its own Ctrl-C in the terminal does not reach it. Its pipes have no buffer:
+        # a buffer has a lock, and a fork while another thread holds it would leave the child unable
+        # to close the pipe.
         return subprocess.Popen(
-            line, stdin=pipe, stdout=pipe, stderr=nothing, start_new_session=True
+            line, bufsize=0, stdin=pipe, stdout=pipe, stderr=nothing, start_new_session=True
         )
     except OSError as error:
         raise _no_process(error) from error

@@ -12,12 +12,13 @@ import os
 import signal
 import sys
 from dataclasses import asdict
+from io import RawIOBase
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any
 
 DAY = 86400.0  # seconds: clocks of the system take no infinity
-_LENGTH = 8  # bytes
+_LENGTH, _PIECE = 8, 1 << 16  # bytes
 # A key that is not a text has no place in JSON: such a dict is written as a list of pairs.
 _PAIRS = "\ufdd2pairs"
 _MEMORY = 256 << 20  # bytes
@@ -38,19 +39,28 @@ def unpacked(data: bytes) -> Any:
     return json.loads(data.decode("utf-8", "surrogatepass"), object_hook=_with_own_keys)
 
 
-def send(stream: BinaryIO, data: bytes) -> None:
+def send(stream: RawIOBase, data: bytes) -> None:
     """Writes one message."""
-    stream.write(len(data).to_bytes(_LENGTH, "big") + data)
-    stream.flush()
+    waiting = memoryview(len(data).to_bytes(_LENGTH, "big") + data)
+    while waiting:
+        waiting = waiting[stream.write(waiting) or 0 :]
 
 
-def receive(stream: BinaryIO, most: int | None = None) -> bytes | None:
+def receive(stream: RawIOBase, most: int | None = None) -> bytes | None:
     """Reads one message; None where the stream ends before, or it is longer than `most`."""
-    length = int.from_bytes(stream.read(_LENGTH), "big")
+    length = int.from_bytes(_read(stream, _LENGTH), "big")
     if length == 0 or (most is not None and length > most):
         return None
-    data = stream.read(length)
+    data = _read(stream, length)
     return data if len(data) == length else None
+
+
+def _read(stream: RawIOBase, count: int) -> bytes:
+    """So many bytes of the stream, or all that there are before its end."""
+    found = bytearray()
+    while piece := stream.read(min(count - len(found), _PIECE)):
+        found += piece
+    return bytes(found)
 
 
 def _with_text_keys(value: Any) -> Any:
@@ -109,7 +119,7 @@ def _end_after(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, min(seconds, DAY))
 
 
-def main(questions: BinaryIO, answers: BinaryIO) -> None:
+def main(questions: RawIOBase, answers: RawIOBase) -> None:
     """Answers until the questions end."""
     rendering = _import_rendering(sys.argv[1:])
     send(answers, packed("ready"))
@@ -137,5 +147,5 @@ def main(questions: BinaryIO, answers: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    with open(0, "rb") as incoming, open(1, "wb") as outgoing:
+    with open(0, "rb", buffering=0) as incoming, open(1, "wb", buffering=0) as outgoing:
         main(incoming, outgoing)

@@ -91,3 +91,20 @@ def test_a_file_that_holds_no_run_is_an_error(folder: Path, call: Caller, tmp_pa
     (tmp_path / "run").write_bytes(b"nothing of the kind")
     outcome = call("generate", "-m", str(folder), "--resume", str(tmp_path / "run"))
     assert outcome.code == 1 and "not a safetensors file" in outcome.err
+
+
+@pytest.mark.parametrize("option", ["--save", "--trace"])
+def test_an_impossible_path_is_found_before_a_model_is_loaded(
+    option: str, call: Caller, tmp_path: Path
+) -> None:
+    place = tmp_path / "nowhere" / "x"
+    outcome = call("generate", "-m", str(tmp_path / "no model"), "hello", option, str(place))
+    assert outcome.code == 1
+    assert outcome.err.startswith(f"everystep: {place} cannot be written: the folder")
+
+
+def test_a_run_is_saved_where_a_link_leads(folder: Path, call: Caller, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("run")
+    generated(call, folder, "hello", "-n", "4", "--save", str(tmp_path / "link"))
+    assert (tmp_path / "link").is_symlink()
+    assert generated(call, folder, "--resume", str(tmp_path / "run"), "-n", "6")

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -66,9 +67,158 @@ def test_a_failure_of_the_disk_leaves_nothing(
     assert names(target.parent) == []
 
 
-def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        write_atomic(tmp_path / "gone" / "target", b"")
+IMPOSSIBLE = {
+    "in no folder": ("gone/target", FileNotFoundError, "gone/target cannot be written: the folder"),
+    "below a file": ("file/target", FileNotFoundError, "file/target cannot be written: the folder"),
+    "a folder": ("folder", FileError, "folder is a folder"),
+    "a link to no folder": ("lost", FileNotFoundError, "lost cannot be written: the folder"),
+    "a link to itself": ("round", FileError, "round cannot be written"),
+    "no name": ("a\0b", FileError, "cannot be written; got embedded null byte"),
+    "too long a name": ("a" * 300, FileError, "cannot be written; got .*too long"),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_an_impossible_path_is_found_before_anything_is_written(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "lost").symlink_to(tmp_path / "gone" / "target")
+    (tmp_path / "round").symlink_to("round")
+    before = names(tmp_path)
+    path, error, text = IMPOSSIBLE[name]
+    with pytest.raises(error, match=text):
+        atomic.require_writable(tmp_path / path)
+    with pytest.raises(error, match=text), atomic_file(tmp_path / path):
+        raise AssertionError("the block was entered")
+    assert names(tmp_path) == before
+
+
+def test_a_folder_that_nobody_may_write_is_found_before(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atomic.os, "access", lambda *_: False)  # to root the system says yes
+    with pytest.raises(FileError, match="target cannot be written: nothing may be written into"):
+        atomic.require_writable(target)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o755, 0o400])
+def test_a_file_keeps_its_mode(target: Path, mode: int) -> None:
+    target.touch()
+    target.chmod(mode)
+    with atomic_file(target) as file:
+        assert stat.S_IMODE(os.fstat(file.fileno()).st_mode) == mode  # before a byte is written
+        file.write(b"new")
+    assert stat.S_IMODE(target.stat().st_mode) == mode and target.read_bytes() == b"new"
+
+
+@pytest.mark.skipif(not hasattr(os, "chown"), reason="owners of a POSIX system")
+def test_a_file_keeps_its_owner_where_that_is_allowed(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target.touch()
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(atomic.os, "chown", lambda _, *owner: given.append(owner))
+    write_atomic(target, b"new")
+    assert given == [(target.stat().st_uid, target.stat().st_gid)]
+
+    def refused(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(atomic.os, "chown", refused)
+    write_atomic(target, b"newer")
+    assert target.read_bytes() == b"newer"
+
+
+def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path: Path) -> None:
+    place, link = tmp_path / "place", tmp_path / "link"
+    place.mkdir()
+    (place / "file").write_bytes(b"old")
+    link.symlink_to(tmp_path / "other")
+    (tmp_path / "other").symlink_to("place/file")
+    write_atomic(link, b"new")
+    assert link.is_symlink() and (tmp_path / "other").is_symlink()
+    assert (place / "file").read_bytes() == b"new" and names(place) == ["file"]
+    (place / "file").unlink()
+    write_atomic(link, b"made")  # to where nothing is yet
+    assert (place / "file").read_bytes() == b"made"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes of a POSIX system")
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_pipe_gets_the_bytes_and_stays(tmp_path: Path, linked: bool) -> None:
+    pipe = target = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    if linked:
+        target = tmp_path / "link"
+        target.symlink_to(pipe)
+    with ThreadPoolExecutor(1) as reader:
+        read = reader.submit(pipe.read_bytes)
+        write_atomic(target, b"whole" * 100_000)
+        assert read.result() == b"whole" * 100_000
+    assert stat.S_ISFIFO(pipe.stat().st_mode) and target.is_symlink() == linked
+    with pytest.raises(ValueError), atomic_file(target) as file:
+        file.write(b"half")
+        raise ValueError  # nothing waits for a reader, who would get half of it
+
+
+NULL = (1, 3)  # the numbers of the device that forgets what it is given
+
+
+def test_a_device_gets_the_bytes_and_stays(tmp_path: Path) -> None:
+    device = tmp_path / "null"
+    try:
+        os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(*NULL))
+        device.open("wb").close()
+    except (AttributeError, OSError):
+        pytest.skip("only root may make a device, and not on every file system")
+    write_atomic(device, b"forgotten")
+    atomic.require_writable(device)
+    assert stat.S_ISCHR(device.stat().st_mode) and names(tmp_path) == ["null"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes of a POSIX system")
+def test_a_folder_with_a_pipe_in_the_place_of_a_file_takes_no_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "weights")
+    (tmp_path / "config").write_text("before")
+    with (
+        pytest.raises(FileError, match="weights is no regular file"),
+        atomic_files(tmp_path, last="config", stale=lambda name: True) as new,
+    ):
+        (new / "weights").write_text("after")
+        (new / "config").write_text("after")
+    assert names(tmp_path) == ["config", "weights"]
+    assert (tmp_path / "config").read_text() == "before"
+
+
+def test_files_of_a_folder_keep_their_modes_and_replace_links(tmp_path: Path) -> None:
+    folder, blob = tmp_path / "folder", tmp_path / "blob"
+    folder.mkdir()
+    blob.write_text("of others too")
+    (folder / "weights").symlink_to(blob)
+    (folder / "config").touch(0o600)
+    with atomic_files(folder, last="config", stale=lambda name: False) as new:
+        (new / "weights").write_text("after")
+        (new / "config").write_text("after")
+    assert stat.S_IMODE((folder / "config").stat().st_mode) == 0o600
+    assert blob.read_text() == "of others too"
+    assert not (folder / "weights").is_symlink() and (folder / "weights").read_text() == "after"
+
+
+def test_a_link_in_a_folder_of_a_model_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_text("of others too")
+    (tmp_path / "link").symlink_to("blob")
+    write_atomic(tmp_path / "link", b"new", follows=False)
+    assert (tmp_path / "blob").read_text() == "of others too"
+    assert not (tmp_path / "link").is_symlink() and (tmp_path / "link").read_text() == "new"
+
+
+def test_an_empty_folder_is_filled_through_a_link_and_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "place").mkdir(0o700)
+    (tmp_path / "link").symlink_to("place")
+    write("files", tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and names(tmp_path) == ["link", "place"]
+    assert stat.S_IMODE((tmp_path / "place").stat().st_mode) == 0o700
+    assert (tmp_path / "place" / "a").read_text() == "whole"
 
 
 def test_the_bytes_are_on_the_disk_before_the_name(

@@ -19,6 +19,7 @@ from everystep.cli.prompts import Prompt
 from everystep.cli.reading import read_prompt
 from everystep.cli.runs import Resume, Save, Trace, WatchedRun, refuse_prompt, resumed
 from everystep.cli.terminal import note
+from everystep.files.atomic import require_writable
 from everystep.files.sources import DEFAULT_MODEL
 
 _AsJson = Annotated[
@@ -86,6 +87,11 @@ def generate(
     if resume is not None:
         prompts = {"PROMPT": prompt, "--file": file, "--page": page}
         refuse_prompt({**prompts, "--system": system, "--chat": as_message})
+    kept = save or resume
+    for written in (kept, trace):
+        # A run that is not there is an error of its own.
+        if written is not None and (written != resume or resume.exists()):
+            require_writable(written)
     decoding = o.decoding(
         strategy=strategy,
         strategy_option=strategy_option,
@@ -123,7 +129,7 @@ def generate(
             o.note_seed(loaded, decoding, seed)
             given = asked.for_model(loaded, tokenizer)
             begun = begin(loaded, tokenizer, given, seed=seed, **decoding, **drafting)
-    watched = WatchedRun(begun, tokenizer, save or resume, trace) if in_hands else begun
+    watched = WatchedRun(begun, tokenizer, kept, trace) if in_hands else begun
     with watched as stream:
         arrivals = show_events(stream, form)
         (results,) = stream.results()

@@ -138,5 +138,5 @@ def _keep(file: Path, new: list[str]) -> None:
         with atomic_file(file) as opened:
             os.fchmod(opened.fileno(), 0o600)
             opened.write(data)
-    except OSError as error:
+    except (FileError, OSError) as error:
         note(f"the history of this chat cannot be kept: {error}")

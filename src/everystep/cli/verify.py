@@ -13,7 +13,7 @@ from everystep.cli.loading import fetch
 from everystep.cli.models import AsJson
 from everystep.cli.reading import read_text
 from everystep.cli.terminal import note, write_report, write_table
-from everystep.files.atomic import write_atomic
+from everystep.files.atomic import require_writable, write_atomic
 from everystep.files.sources import DEFAULT_MODEL
 
 
@@ -40,6 +40,8 @@ def verify(
     Needs everystep[transformers]. The exit code is 1 if MODEL differs by more than the order of
     sums; where weights are rounded, that is judged in float32, and the rounding is shown beside it.
     """
+    if picture is not None:
+        require_writable(picture)
     local = fetch(model, offline or context.obj)
     said = None if text is None else read_text(text)
     found = es.verify(local, text=said, tokens=tokens, offline=True)

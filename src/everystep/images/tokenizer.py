@@ -107,7 +107,7 @@ class PictureTokenizer(Tokenizer):
         returns their paths."""
         paths = [as_path(folder) / name for name in (IMAGES, VIDEOS)]
         for path, own in zip(paths, (self.images, self.videos), strict=True):
-            write_atomic(path, json.dumps(own.to_dict(), indent=2).encode())
+            write_atomic(path, json.dumps(own.to_dict(), indent=2).encode(), follows=False)
         return (*super().save_pretrained(folder), *map(str, paths))
 
     def __call__(

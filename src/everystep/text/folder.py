@@ -104,7 +104,7 @@ def write_folder(
     files = _copied(origin, backend, settings) or _made(backend, settings)
     for path, data in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / path, data)
+        write_atomic(folder / path, data, follows=False)
     for template in _templates_in(folder):
         if str(template) not in files:
             (folder / template).unlink()

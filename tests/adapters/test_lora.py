@@ -18,11 +18,11 @@ from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import convert_model
 from everystep.nn.rounding import Rounding
 from everystep.strategies import Greedy
-from everystep.testing.drive import run_together
 from everystep.types import Prompt, Request
 from tests.adapters.making import PROJECTIONS, merge, random_lora, write_folder
 from tests.executors.models import narrow_model, random_model, with_attention
 from tests.executors.requests import ENDS, MAX_NEW, ids, request
+from tests.judges.drive import run_together
 from tests.models.tiny import ours, reference_decoder
 
 

@@ -26,9 +26,12 @@ from everystep.executors.torch_executor import TorchExecutor
 from everystep.requests.prepare import prepare
 from everystep.strategies import Contrastive, DiverseBeam, Greedy, Sample
 from everystep.strategies.classic import BankedBeams
-from everystep.testing.drive import result
 from everystep.testing.hash_function import HashFunction
-from everystep.testing.textbook import (
+from everystep.types import Extra, Given, Request, Verb, Work
+from tests.executors.layout import layout_model
+from tests.executors.models import family_model, narrow_model
+from tests.judges.drive import result
+from tests.judges.textbook import (
     Hypothesis,
     Prefix,
     beam_search,
@@ -36,10 +39,7 @@ from everystep.testing.textbook import (
     follow,
     sample,
 )
-from everystep.testing.textbook_beams import banked_beams
-from everystep.types import Extra, Given, Request, Verb, Work
-from tests.executors.layout import layout_model
-from tests.executors.models import family_model, narrow_model
+from tests.judges.textbook_beams import banked_beams
 
 IDS = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]])
 NEW = 12

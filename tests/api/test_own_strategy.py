@@ -66,8 +66,8 @@ def by_the_book(model: LanguageModel, sure: float) -> list[int]:
     """A whole forward per token; the draws are those of a seeded sampling request."""
     request = _request(model)
     tokens: list[int] = []
-    from everystep.testing.textbook import Prefix
     from everystep.types import Scores
+    from tests.judges.textbook import Prefix
 
     prefix = Prefix(request, None)  # type: ignore[arg-type]
     while len(tokens) < 10:

@@ -19,10 +19,10 @@ from everystep.errors import RequestError, UnsupportedError
 from everystep.requests.inputs import Inputs
 from everystep.requests.prepare import prepare
 from everystep.requests.reading import read_options
-from everystep.testing.drive import run_together
 from everystep.types import Prompt
 from tests.executors.layout import SIDES, layout_model
 from tests.executors.models import family_model, narrow_model
+from tests.judges.drive import run_together
 from tests.laws.calls import tokenizer as spelled
 
 HEAD = [5, 9, 23, 1, 7, 30, 12, 8, 33, 2, 4, 11, 19, 27, 3, 6, 14, 22]

@@ -17,8 +17,8 @@ from everystep.engine import Continuous, Engine
 from everystep.engine.prefixes import Reuse
 from everystep.errors import RequestError
 from everystep.requests.prepare import prepare
-from everystep.testing.drive import Run
 from tests.bridge.pictures import IMAGE, PAD, PATCH, START, TEXT, configured
+from tests.judges.drive import Drive
 
 GRIDS = ((1, 4, 4), (1, 4, 6), (1, 2, 4))
 
@@ -143,7 +143,7 @@ class TestImages:
         options, inputs, _ = read_call(wrapped, given)
         requests = prepare(wrapped, options, inputs).requests
         rows = Continuous(budget, max_positions=room, reuse=Reuse(kept=100, least=2))
-        run = Run(Engine(wrapped.executor(requests[0].needs), rows))
+        run = Drive(Engine(wrapped.executor(requests[0].needs), rows))
         for request in requests:
             run.submit(request)
         run.finish()

@@ -1,6 +1,6 @@
 """Named defects of what an engine remembers, each with the check that must notice it.
 
-They stand beside those of `everystep.testing.mutants`, which random mixes kill. These need an
+They stand beside those of `tests.judges.mutants`, which random mixes kill. These need an
 interrupt at one certain place, a generation that is restored, or a look at what a step has asked.
 """
 
@@ -16,11 +16,11 @@ import numpy as np
 from everystep.engine import engine, feed, second, sequels, snapshot
 from everystep.engine.choices import Choices
 from everystep.strategies import single
-from everystep.testing.mutants import Mutant
-from everystep.testing.mutants import mutant as registering
 from everystep.types import Children, Extra, Group, Hooked, Sequence, TokenTable
 from everystep.types import batch as batches
 from everystep.types.batch import Batch, Places
+from tests.judges.mutants import Mutant
+from tests.judges.mutants import mutant as registering
 
 MUTANTS: dict[str, Mutant] = {}
 HOOK_MUTANTS: dict[str, Mutant] = {}

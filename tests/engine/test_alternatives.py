@@ -17,7 +17,6 @@ from everystep.errors import CapacityError, RequestError
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Greedy, Sample
-from everystep.testing.drive import Run
 from everystep.testing.hash_model import HashExecutor, HesitantExecutor
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
@@ -26,6 +25,7 @@ from everystep.types.protocols import Drafter
 from tests.api.test_drafts import IDS, OUT, ROWS, WAYS, assistant, model
 from tests.executors.models import family_model
 from tests.executors.requests import ids, request
+from tests.judges.drive import Drive
 
 CONSTANT = {"num_assistant_tokens_schedule": "constant"}
 FREE = {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": 3, **CONSTANT}
@@ -79,7 +79,7 @@ def engine_after(alternatives: int, scheduler: Lockstep | Continuous) -> Engine:
     """An engine that has run two requests of four sequences, and holds nothing any more."""
     engine = Engine(HashExecutor(30), scheduler)
     drafter = DraftModel(partial(HesitantExecutor, 30), 3, alternatives=alternatives)
-    going = Run(engine)
+    going = Drive(engine)
     for name, strategy in (("a", Greedy()), ("b", Sample(3))):
         one = request(name, strategy, Prompt(ids(len(name), 7) % 30), drafter=drafter)
         going.submit(replace(one, stops=(MaxLength(60),), max_length=60))
@@ -106,7 +106,7 @@ def test_rows_that_forget_may_have_several_drafts(family: str) -> None:
     )
 
     def tokens(drafter: Drafter | None) -> list[list[int]]:
-        going = Run(Engine(TorchExecutor(made), Lockstep()))
+        going = Drive(Engine(TorchExecutor(made), Lockstep()))
         going.submit(request("a", Greedy(), Prompt(ids(1, 17)), drafter=drafter))
         going.submit(request("b", Sample(2), Prompt(ids(2, 6)), drafter=drafter))
         going.finish()

@@ -29,14 +29,14 @@ from everystep.engine import (
 from everystep.errors import EverystepError
 from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Beam, Contrastive, Greedy, Sample
-from everystep.testing.drive import run_together
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.models import tiny_llama
-from everystep.testing.textbook import generate
 from everystep.types import Prompt, Request, StepOutput, Work
 from tests.api.runs import take
 from tests.executors.models import family_model
+from tests.judges.drive import run_together
+from tests.judges.textbook import generate
 
 IDS = [5, 6, 7, 8, 9]
 SIZE = 30

@@ -11,11 +11,11 @@ from torch import Tensor
 from everystep.engine import DraftModel, Engine, Lockstep
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.strategies import Greedy, Sample
-from everystep.testing.drive import Run
 from everystep.types import Prompt, Request, Rows
 from everystep.types.protocols import Drafter
 from tests.executors.models import family_model
 from tests.executors.requests import ids, request
+from tests.judges.drive import Drive
 
 FAMILIES = {"mistral": {"sliding_window": 5}, "mamba": {"state_size": 4}}
 
@@ -30,7 +30,7 @@ def asked(drafter: Drafter | None) -> list[Request]:
 
 def tokens(executor: TorchExecutor, drafter: Drafter | None) -> tuple[list[list[int]], int]:
     """What the requests end with, and in how many steps."""
-    going = Run(Engine(executor, Lockstep()))
+    going = Drive(Engine(executor, Lockstep()))
     for one in asked(drafter):
         going.submit(one)
     going.finish()
@@ -62,7 +62,7 @@ def test_tokens_before_an_error_are_there_whoever_drafts(last: int) -> None:
     draft = model = family_model("mistral", sliding_window=64)
     found = []
     for drafter in (None, DraftModel(partial(TorchExecutor, draft), 4)):
-        going = Run(Engine(TorchExecutor(model), Lockstep()))
+        going = Drive(Engine(TorchExecutor(model), Lockstep()))
         ban = partial(nothing_after, last)
         going.submit(request("a", Greedy(), Prompt(ids(1, 17)), drafter=drafter, processors=(ban,)))
         going.finish()

@@ -10,11 +10,11 @@ import torch
 
 from everystep.engine import Engine, Lockstep
 from everystep.strategies import Contrastive, Greedy
-from everystep.testing import textbook
-from everystep.testing.drive import result
 from everystep.testing.hash_model import HashExecutor
 from everystep.types import COLUMNS, Extra, Prompt, StepOutput, Wants, Work
 from tests.executors.requests import ids, request
+from tests.judges import textbook
+from tests.judges.drive import result
 
 
 @dataclass

@@ -17,10 +17,7 @@ from everystep.executors.base import Executor
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model
 from everystep.strategies import Beam, Contrastive, Greedy, Sample
-from everystep.testing import textbook
-from everystep.testing.drive import Run
 from everystep.testing.hash_model import HashExecutor
-from everystep.testing.numpy_executor import NumpyExecutor
 from everystep.types import InputSpec, Prompt, Request
 from tests.executors.layout import (
     BBOX,
@@ -33,6 +30,9 @@ from tests.executors.layout import (
 from tests.executors.models import PLAIN, random_model
 from tests.executors.prefixes import Prefixes
 from tests.executors.requests import ENDS, MAX_NEW, REQUESTS, ids, request
+from tests.judges import textbook
+from tests.judges.drive import Drive
+from tests.judges.numpy_executor import NumpyExecutor
 
 STRATEGIES: dict[str, Any] = {
     "greedy": Greedy(),
@@ -51,11 +51,11 @@ def everyone(prompt: Prompt) -> tuple[Request, ...]:
     return (*own[:2], *PLAIN_ONES, *own[2:], drafted)
 
 
-def run(requests: Iterable[Request], executor: Executor, way: str) -> Run:
+def run(requests: Iterable[Request], executor: Executor, way: str) -> Drive:
     """All requests to their ends, in one of WAYS."""
     rows = Continuous(token_budget=11, max_rows=9)
     scheduler = {"together": Lockstep(), "chunked": Lockstep(3)}.get(way, rows)
-    going = Run(Engine(executor, scheduler))
+    going = Drive(Engine(executor, scheduler))
     for one in requests:
         going.submit(one)
     step = 0
@@ -67,7 +67,7 @@ def run(requests: Iterable[Request], executor: Executor, way: str) -> Run:
     return going.finish()
 
 
-def assert_equal(found: Run, wanted: dict[str, list[textbook.Hypothesis]]) -> None:
+def assert_equal(found: Drive, wanted: dict[str, list[textbook.Hypothesis]]) -> None:
     """The same tokens for the same reasons."""
     for name, expected in wanted.items():
         own = [(h.tokens, h.reason) for h in found.results[name]]

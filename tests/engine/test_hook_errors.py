@@ -11,11 +11,11 @@ import torch
 
 from everystep.engine import Continuous, Engine, Lockstep
 from everystep.errors import EverystepError, InvariantError, RequestError
-from everystep.testing.drive import Run
 from everystep.testing.hash_model import HashExecutor
 from everystep.types import AfterStep, BeforeStep, Next, PromptMoment
 from everystep.types.protocols import Hook
 from tests.engine.test_hooks import CALM, FUNCTION, VOCABULARY, WAYS, Says, engine, request, run
+from tests.judges.drive import Drive
 
 E = FUNCTION.embed_dim
 NONSENSE: dict[str, tuple[Hook, str]] = {
@@ -40,7 +40,7 @@ NONSENSE: dict[str, tuple[Hook, str]] = {
 @pytest.mark.parametrize("name", NONSENSE)
 def test_nonsense_ends_its_own_request_alone(name: str, scheduler: Callable[[], Any]) -> None:
     hook, text = NONSENSE[name]
-    going = Run(Engine(HashExecutor(VOCABULARY), scheduler()))
+    going = Drive(Engine(HashExecutor(VOCABULARY), scheduler()))
     for one in (request("beams"), request("greedy", hook), request("sampling", CALM)):
         going.submit(one)
     going.finish()
@@ -77,7 +77,7 @@ class Fails(Hook):
 def test_what_a_hook_raises_ends_its_own_request_alone(way: str) -> None:
     neighbour = run(request("beams", CALM))
     for call in (1, 2, 3, 4, 7):
-        error, going = KeyError("mine"), Run(engine())
+        error, going = KeyError("mine"), Drive(engine())
         for one in (request("beams", CALM), request(way, Fails(call, error), request_id="bad")):
             going.submit(one)
         going.finish()

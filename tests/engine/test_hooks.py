@@ -20,15 +20,15 @@ from everystep.engine import Continuous, DraftModel, Engine, Lockstep, PromptLoo
 from everystep.errors import RequestError
 from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Beam, Contrastive, DiverseBeam, Greedy, Sample
-from everystep.testing.drive import Run, result
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor
-from everystep.testing.rules import Murmur
-from everystep.testing.textbook import Hypothesis, generate
 from everystep.types import AfterStep, BeforeStep, InputSpec, Next, Prompt, PromptMoment, Request
 from everystep.types.protocols import Hook
 from tests.engine.mutants import HOOK_MUTANTS
 from tests.engine.test_interrupts import Interrupt, Tripwire
+from tests.judges.drive import Drive, result
+from tests.judges.rules import Murmur
+from tests.judges.textbook import Hypothesis, generate
 
 VOCABULARY = 23
 PROMPT = np.arange(11) % 4 + 1
@@ -69,7 +69,7 @@ def engine(*, budget: int = 256, inputs: tuple[InputSpec, ...] = ()) -> Engine:
 
 def run(asked: Request, at: Engine | None = None) -> list[Hypothesis]:
     """The result of the request; its error is raised."""
-    going = Run(at or engine())
+    going = Drive(at or engine())
     going.submit(asked)
     group = going.finish().groups[asked.request_id]
     if group.error is not None:
@@ -103,7 +103,7 @@ def test_every_way_to_choose_equals_its_textbook(way: str, hooks: tuple[Hook, ..
 @pytest.mark.parametrize("way", WAYS)
 def test_a_preemption_before_every_step_changes_nothing(way: str) -> None:
     asked, at = request(way, BUSY), engine()
-    going = Run(at)
+    going = Drive(at)
     going.submit(asked)
     for _ in range(400):
         if not at.pending:
@@ -138,7 +138,7 @@ def test_an_interrupt_changes_nothing(way: str) -> None:
     expected, wire = run(asked), Tripwire()
     wire.run(lambda: run(asked))
     for line in range(17, wire.lines, wire.lines // 20):
-        going, wire = Run(engine()), Tripwire(line)
+        going, wire = Drive(engine()), Tripwire(line)
         going.submit(asked)
         while going.engine.pending:
             try:
@@ -216,7 +216,7 @@ def test_a_stop_ends_where_it_is_said(way: str) -> None:
     def after(step: AfterStep) -> Next:
         return Next(stop="enough" if len(step.generated) == 5 else False)
 
-    going = Run(engine())
+    going = Drive(engine())
     going.submit(request(way, Says(after), stops=(MaxLength(len(PROMPT) + NEW),)))
     group = going.finish().groups[way]
     for done in group.request.strategy.finish(group):
@@ -278,7 +278,7 @@ def test_drafts_that_were_given_something_else_are_not_taken() -> None:
 def test_a_hooks_neighbours_keep_their_drafts() -> None:
     alone, together = engine(), engine()
     run(request("prompt lookup"), alone)
-    going = Run(together)
+    going = Drive(together)
     going.submit(request("prompt lookup", request_id="plain"))
     going.submit(request("prompt lookup", CALM, drafter=PromptLookup(4)))
     going.finish()

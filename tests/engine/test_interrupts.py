@@ -12,8 +12,8 @@ import pytest
 
 import everystep
 from everystep.engine import Continuous, Engine, audit
-from everystep.testing.drive import Run, hash_executor, run_together
-from everystep.testing.requests import Mix, random_mix
+from tests.judges.drive import Drive, hash_executor, run_together
+from tests.judges.mixes import Mix, random_mix
 
 PACKAGE = everystep.__file__.removesuffix("__init__.py")
 
@@ -51,19 +51,19 @@ class Tripwire:
             sys.settrace(before)
 
 
-def fresh(mix: Mix) -> Run:
-    run = Run(Engine(hash_executor(mix), Continuous(token_budget=64, max_rows=64)))
+def fresh(mix: Mix) -> Drive:
+    run = Drive(Engine(hash_executor(mix), Continuous(token_budget=64, max_rows=64)))
     for request in mix.requests:
         run.submit(request)
     return run
 
 
-def step(run: Run) -> None:
+def step(run: Drive) -> None:
     """One line, so that nothing falls between the step and what a consumer has of it."""
     run.events.extend(run.engine.step())
 
 
-def finished(run: Run, wire: Tripwire | None = None) -> bool:
+def finished(run: Drive, wire: Tripwire | None = None) -> bool:
     """Goes on until nothing is pending; whether the wire raised on the way."""
     tripped = False
     while run.engine.pending:

@@ -13,9 +13,7 @@ from torch import Tensor
 from everystep import errors
 from everystep.engine import Continuous, Engine, Lockstep
 from everystep.strategies import Greedy, Sample
-from everystep.testing.drive import Run, hash_executor, run_together
 from everystep.testing.hash_model import HashExecutor
-from everystep.testing.requests import Mix, random_mix
 from everystep.types import (
     Children,
     Draft,
@@ -28,6 +26,8 @@ from everystep.types import (
 from everystep.types.batch import Batch
 from everystep.types.candidates import Candidates
 from everystep.types.protocols import Asked, Schedule
+from tests.judges.drive import Drive, hash_executor, run_together
+from tests.judges.mixes import Mix, random_mix
 
 SEEDS = range(25)
 SCHEDULERS: list[Callable[[], Lockstep | Continuous]] = [
@@ -110,14 +110,14 @@ def offenders(request: Request, call: int) -> dict[str, Request]:
     }
 
 
-def run_with(requests: Iterable[Request], engine: Engine) -> Run:
-    run = Run(engine)
+def run_with(requests: Iterable[Request], engine: Engine) -> Drive:
+    run = Drive(engine)
     for request in requests:
         run.submit(request)
     return run.finish()
 
 
-def reasons(run: Run, name: str) -> set[str]:
+def reasons(run: Drive, name: str) -> set[str]:
     return {one.reason.kind for one in run.groups[name].done}
 
 
@@ -193,7 +193,7 @@ def test_the_request_that_breaks_a_forward_is_found(seed: int) -> None:
     assert executor.audit() == {}
 
 
-def alone(request: Request, mix: Mix) -> Run:
+def alone(request: Request, mix: Mix) -> Drive:
     executor = Picky(mix.vocab_size)
     executor.refused = mix.vocab_size - 1
     return run_with([request], Engine(executor, Continuous(token_budget=64, max_rows=64)))

@@ -15,12 +15,12 @@ from everystep.engine import Continuous, DraftModel, Engine, Lockstep, PromptLoo
 from everystep.engine.lengths import Costs, DraftRecord, Lengths, best_lengths, chances_of
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Greedy, Sample
-from everystep.testing.dice import EMBED_DIM
-from everystep.testing.drive import Run
 from everystep.testing.hash_model import HashExecutor
 from everystep.types import Prompt, Request, StepOutput, Work
 from everystep.types.protocols import Drafter
 from tests.engine.test_interrupts import Interrupt, Tripwire
+from tests.judges.dice import EMBED_DIM
+from tests.judges.drive import Drive
 
 VOCABULARY, NEW = 20, 200
 IDS = np.array([1, 3, 1, 2, 1, 3])
@@ -66,7 +66,7 @@ def seconds(machine: Machine, drafter: Drafter | None, rows: int) -> tuple[float
     """How long it takes, the engine, and what came out."""
     engine = Engine(Timed(machine, 1.0, 0.05), Lockstep())
     engine.drafters.lengths.costs.clock = machine.clock
-    going, begin = Run(engine), machine.now
+    going, begin = Drive(engine), machine.now
     for number in range(rows):
         going.submit(request(number, drafter))
     going.finish()
@@ -270,7 +270,7 @@ def test_neighbours_come_and_go() -> None:
     drafter = DraftModel(partial(Timed, machine, 0.02, 0.0), 6, "costs")
     engine = Engine(Timed(machine, 1.0, 0.05), Continuous(64, 4))
     engine.drafters.lengths.costs.clock = machine.clock
-    going = Run(engine)
+    going = Drive(engine)
     for number in range(6):
         going.submit(request(number, drafter if number % 3 else None))
         going.step()

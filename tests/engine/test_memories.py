@@ -19,7 +19,6 @@ from everystep.engine import Continuous, DraftModel, Engine, Lockstep, audit
 from everystep.engine.batches import Scored
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Greedy, Sample
-from everystep.testing.drive import Run, run_together
 from everystep.testing.hash_model import HashExecutor
 from everystep.types import (
     Children,
@@ -35,14 +34,15 @@ from everystep.types import (
 )
 from tests.engine.mutants import MUTANTS
 from tests.executors.requests import REQUESTS, ids, request
+from tests.judges.drive import Drive, run_together
 
 
 class Interrupt(BaseException):
     """What is raised in the middle."""
 
 
-def run_of(requests: Iterable[Request], executor: HashExecutor) -> Run:
-    run = Run(Engine(executor, Continuous(token_budget=64, max_rows=64)))
+def run_of(requests: Iterable[Request], executor: HashExecutor) -> Drive:
+    run = Drive(Engine(executor, Continuous(token_budget=64, max_rows=64)))
     for one in requests:
         run.submit(one)
     return run
@@ -95,7 +95,7 @@ def strategies_write_nothing() -> None:
 # --- an interrupt at one place --------------------------------------------------------------------
 
 
-def interrupted(run: Run, owner: Any, name: str, call: int) -> None:
+def interrupted(run: Drive, owner: Any, name: str, call: int) -> None:
     """The run goes to its end; the given call of `owner.name` is interrupted after it is done."""
     true_call, calls = getattr(owner, name), 0
 

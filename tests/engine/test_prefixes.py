@@ -19,14 +19,14 @@ from everystep.executors.native import NativeExecutor
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Beam, Contrastive, Greedy, Sample
-from everystep.testing.drive import Run, hash_executor, run_together
 from everystep.testing.hash_model import ABILITIES, HashExecutor
-from everystep.testing.mutants import PREFIX_MUTANTS
-from everystep.testing.requests import random_mix
 from everystep.types import Hook, InputSpec, Prompt, Request, adapter_ability
 from tests.engine.contents import CONTENT, SHARED, VOCABULARY
 from tests.engine.test_interrupts import SMALL, Tripwire, finished
 from tests.executors.models import family_model, narrow_model
+from tests.judges.drive import Drive, hash_executor, run_together
+from tests.judges.mixes import random_mix
+from tests.judges.mutants import PREFIX_MUTANTS
 
 BOXES = InputSpec("bbox", "token", (2,), torch.int64)
 STYLE = InputSpec("style", "row", (1,), torch.float32)
@@ -51,12 +51,12 @@ def request(name: str, ids: Any, new: int = 4, strategy: Any = None, **changes: 
     return replace(made, stops=(MaxLength(made.prompt_visible + new),))
 
 
-def run_of(opened: Executor | None = None, kept: int = 0, budget: int = 1024, **more: Any) -> Run:
+def run_of(opened: Executor | None = None, kept: int = 0, budget: int = 1024, **more: Any) -> Drive:
     scheduler = Continuous(budget, more.pop("rows", 64), reuse=Reuse(kept, more.pop("least", 16)))
-    return Run(Engine(opened or executor(), scheduler, **more))
+    return Drive(Engine(opened or executor(), scheduler, **more))
 
 
-def in_turn(requests: Iterable[Request], run: Run) -> Run:
+def in_turn(requests: Iterable[Request], run: Drive) -> Drive:
     """Each request when the one before has ended."""
     for one in requests:
         run.submit(one)
@@ -306,10 +306,10 @@ def test_an_interrupt_loses_kept_rows_and_nothing_else(seed: int) -> None:
         *(replace(one, request_id=f"{one.request_id}'") for one in mix.requests),
     ]
 
-    def fresh() -> Run:
+    def fresh() -> Drive:
         return run_of(hash_executor(mix), kept=100, least=1, budget=16)
 
-    def went(run: Run, wire: Tripwire) -> bool:
+    def went(run: Drive, wire: Tripwire) -> bool:
         tripped = False
         for one in twice:
             run.submit(one)

@@ -14,11 +14,11 @@ from everystep.engine import Continuous, Engine, audit
 from everystep.executors.base import Executor
 from everystep.executors.native import NativeExecutor
 from everystep.executors.torch_executor import TorchExecutor
-from everystep.testing.drive import Run, result
-from everystep.testing.requests import Mix, random_mix
-from everystep.testing.textbook import Hypothesis
 from tests.engine.test_interrupts import Tripwire, finished
 from tests.executors.models import family_model, narrow_model
+from tests.judges.drive import Drive, result
+from tests.judges.mixes import Mix, random_mix
+from tests.judges.textbook import Hypothesis
 from tests.laws.test_executors import for_decoder, without_positions
 
 
@@ -61,8 +61,8 @@ CASES = [
 SEEDS = [seed for seed in range(40) if len(random_mix(seed).requests) == 2][:3]
 
 
-def fresh(case: Case, mix: Mix) -> Run:
-    run = Run(Engine(case.executor(), Continuous(token_budget=24, max_rows=64)))
+def fresh(case: Case, mix: Mix) -> Drive:
+    run = Drive(Engine(case.executor(), Continuous(token_budget=24, max_rows=64)))
     for request in mix.requests:
         run.submit(request)
     return run
@@ -99,7 +99,7 @@ def test_restored_equals_uninterrupted(case: Case, seed: int) -> None:
         if not group.live:
             break
         data = engine.dump(group)
-        run = Run(Engine(case.executor(), Continuous(token_budget=24, max_rows=64)))
+        run = Drive(Engine(case.executor(), Continuous(token_budget=24, max_rows=64)))
         run.submit(other)
         again = run.engine.restore(request, data)
         while run.engine.pending:

@@ -16,13 +16,13 @@ from everystep.engine import DraftModel, Engine, Lockstep, PromptLookup
 from everystep.processors.warpers import TemperatureLogitsWarper
 from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Greedy, Sample
-from everystep.testing.dice import EMBED_DIM
-from everystep.testing.drive import Run
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor
-from everystep.testing.textbook import Prefix
 from everystep.types import Prompt, Request, Verification
 from everystep.types.protocols import Drafter, Draws
+from tests.judges.dice import EMBED_DIM
+from tests.judges.drive import Drive
+from tests.judges.textbook import Prefix
 
 VOCABULARY, NEW, END = 6, 3, 4
 FUNCTION = HashFunction(VOCABULARY, EMBED_DIM)
@@ -63,7 +63,7 @@ def chances() -> dict[tuple[int, ...], float]:
 
 def drawn(drafter: Drafter | None, count: int) -> tuple[Counter[tuple[int, ...]], float]:
     """How often each result came, and the share of drafted ids that were accepted."""
-    going = Run(Engine(HashExecutor(VOCABULARY, EMBED_DIM), Lockstep()))
+    going = Drive(Engine(HashExecutor(VOCABULARY, EMBED_DIM), Lockstep()))
     for number in range(count):
         going.submit(request(SeededDraws(1000 + number), drafter, str(number)))
     going.finish()
@@ -91,7 +91,7 @@ def test_results_are_distributed_as_without_drafts(drafter: Drafter) -> None:
 def test_more_is_accepted_by_chance_than_by_a_match() -> None:
     """A guess that is drawn is accepted with sum(min(p, q)), which no other rule exceeds."""
     _, by_chance = drawn(OTHER, 1500)
-    going = Run(Engine(HashExecutor(VOCABULARY, EMBED_DIM), Lockstep()))
+    going = Drive(Engine(HashExecutor(VOCABULARY, EMBED_DIM), Lockstep()))
     for number in range(1500):
         own = request(SeededDraws(1000 + number), OTHER, str(number))
         # The guesses are drawn by numbers of their own, as they are for rejection.
@@ -102,7 +102,7 @@ def test_more_is_accepted_by_chance_than_by_a_match() -> None:
 
 
 def test_siblings_that_open_together_are_drawn_apart() -> None:
-    going = Run(Engine(HashExecutor(VOCABULARY, EMBED_DIM), Lockstep()))
+    going = Drive(Engine(HashExecutor(VOCABULARY, EMBED_DIM), Lockstep()))
     own = replace(request(SeededDraws(3), SAME), strategy=Sample(40))
     going.submit(own)
     going.finish()
@@ -113,7 +113,7 @@ def test_siblings_that_open_together_are_drawn_apart() -> None:
 
 def test_draws_of_torch_are_accepted_by_chance_too() -> None:
     torch.manual_seed(0)
-    going = Run(Engine(HashExecutor(VOCABULARY, EMBED_DIM), Lockstep()))
+    going = Drive(Engine(HashExecutor(VOCABULARY, EMBED_DIM), Lockstep()))
     for number in range(400):
         going.submit(request(SharedDraws(), SAME, str(number)))
     going.finish()
@@ -138,7 +138,7 @@ def test_a_mixture_is_verified_where_one_is_asked_for() -> None:
         strategy=Greedy(),
         verification=Verification(weight=weight),
     )
-    going = Run(Engine(HashExecutor(VOCABULARY, EMBED_DIM), Lockstep()))
+    going = Drive(Engine(HashExecutor(VOCABULARY, EMBED_DIM), Lockstep()))
     going.submit(own)
     going.finish()
     (group,) = going.groups.values()

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from everystep.engine import Beginning, Continuous, Engine, Turns, audit
-from everystep.testing.drive import hash_executor, result
-from everystep.testing.requests import Mix, random_mix
 from everystep.types import Group, Request
+from tests.judges.drive import hash_executor, result
+from tests.judges.mixes import Mix, random_mix
 
 SEEDS = range(40)
 

@@ -12,11 +12,11 @@ import pytest
 
 from everystep.engine import Beginning, Continuous, Engine, Lockstep, Turns, audit
 from everystep.engine.schedule import Scheduler
-from everystep.testing.drive import hash_executor
-from everystep.testing.requests import Mix, random_mix
 from everystep.types import Group, Request
 from tests.engine.test_interrupts import Interrupt, Tripwire
 from tests.engine.test_reopen import finished, single
+from tests.judges.drive import hash_executor
+from tests.judges.mixes import Mix, random_mix
 
 MOST = 3_000
 OFTEN = [pytest.param(41, id="sampled"), pytest.param(1, id="all", marks=pytest.mark.slow)]

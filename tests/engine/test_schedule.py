@@ -17,9 +17,9 @@ from everystep.engine.schedule import Join, Preempt
 from everystep.errors import CapacityError
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Beam, Greedy, Sample
-from everystep.testing.drive import Run
 from everystep.testing.hash_model import HashExecutor
 from everystep.types import Group, Prompt, Request
+from tests.judges.drive import Drive
 
 VOCABULARY = 40
 
@@ -64,14 +64,14 @@ def guided(name: str, prompt: int, companion: int) -> Request:
     )
 
 
-def running(scheduler: Continuous, requests: Iterable[Request]) -> Run:
-    run = Run(Engine(HashExecutor(VOCABULARY), scheduler))
+def running(scheduler: Continuous, requests: Iterable[Request]) -> Drive:
+    run = Drive(Engine(HashExecutor(VOCABULARY), scheduler))
     for one in requests:
         run.submit(one)
     return run
 
 
-def choices(run: Run) -> dict[str, int]:
+def choices(run: Drive) -> dict[str, int]:
     """Request id -> how often each of its sequences has chosen."""
     return {name: min(s.generated for s in group.live) for name, group in run.groups.items()}
 
@@ -270,7 +270,7 @@ class Cut(deque[Group]):
 @pytest.mark.parametrize("name", ["popleft", "appendleft"])
 def test_a_group_that_an_interrupt_left_in_both_queues_runs_once(name: str, after: bool) -> None:
     asked = [limited(request(one, Sample(2), 6), 8) for one in ("one", "two", "three")]
-    expected = Run(Engine(HashExecutor(VOCABULARY), Lockstep()))
+    expected = Drive(Engine(HashExecutor(VOCABULARY), Lockstep()))
     for one in asked:
         expected.submit(one)
     queue = Cut()

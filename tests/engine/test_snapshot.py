@@ -15,10 +15,10 @@ from everystep.engine import Continuous, DraftModel, Engine, audit
 from everystep.errors import FormatError, RequestError
 from everystep.processors.warpers import TemperatureLogitsWarper
 from everystep.strategies import DiverseBeam, Greedy
-from everystep.testing.drive import Run, hash_executor, result
-from everystep.testing.requests import Mix, random_mix
 from everystep.types import Event, Prompt, Request
 from everystep.types.stored import Chain, from_bytes, to_bytes
+from tests.judges.drive import Drive, hash_executor, result
+from tests.judges.mixes import Mix, random_mix
 
 SEEDS = range(40)
 
@@ -27,8 +27,8 @@ def engine_of(mix: Mix) -> Engine:
     return Engine(hash_executor(mix), Continuous(token_budget=64, max_rows=64))
 
 
-def alone(request: Request, mix: Mix) -> tuple[Run, list[Event]]:
-    run = Run(engine_of(mix))
+def alone(request: Request, mix: Mix) -> tuple[Drive, list[Event]]:
+    run = Drive(engine_of(mix))
     run.submit(request)
     run.finish()
     return run, run.events
@@ -57,7 +57,7 @@ def test_restored_equals_uninterrupted(seed: int) -> None:
             if not group.live:
                 break
             data = engine.dump(group)
-            run = Run(engine_of(mix))
+            run = Drive(engine_of(mix))
             for other in mix.requests:
                 if other is not request:
                     run.submit(other)
@@ -75,7 +75,7 @@ def test_who_was_dumped_goes_on(seed: int) -> None:
     mix = random_mix(seed)
     request = mix.requests[0]
     expected, _ = alone(request, mix)
-    run = Run(engine_of(mix))
+    run = Drive(engine_of(mix))
     run.submit(request)
     while run.engine.pending:
         for group in run.engine.scheduler.groups:
@@ -89,7 +89,7 @@ import sys
 from pathlib import Path
 from tests.engine.test_snapshot import beam_request
 from everystep.engine import Engine, Lockstep
-from everystep.testing.drive import result
+from tests.judges.drive import result
 from everystep.testing.hash_model import HashExecutor
 
 engine = Engine(HashExecutor(23), Lockstep())

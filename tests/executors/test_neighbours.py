@@ -16,11 +16,11 @@ from everystep.executors.base import Executor
 from everystep.executors.native import NativeExecutor
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.testing.hash_model import HashExecutor
-from everystep.testing.numpy_executor import NumpyExecutor
 from everystep.testing.strict import StrictExecutor
 from everystep.types import Extra, Given, StepOutput, Verb, Work
 from tests.executors.models import PLAIN, random_model
 from tests.executors.works import ints
+from tests.judges.numpy_executor import NumpyExecutor
 
 LAYERS = len(PLAIN.layers)
 OPEN = tuple(Verb("allocate", row) for row in range(4))

@@ -21,15 +21,15 @@ from torch import Tensor
 from everystep.adapters import Delta, LoRA, lora, read_lora
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, named_weights
-from everystep.testing.dice import Dice
-from everystep.testing.drive import Run, run_scheduled, run_together
-from everystep.testing.mutants import replaced
-from everystep.testing.requests import random_schedule
-from everystep.testing.textbook import Hypothesis
 from everystep.types import Extra, Request, Verb, Work
 from tests.adapters.making import PROJECTIONS, merge, random_lora, write_folder
 from tests.executors.models import SPECS, random_model
 from tests.executors.requests import REQUESTS
+from tests.judges.dice import Dice
+from tests.judges.drive import Drive, run_scheduled, run_together
+from tests.judges.mixes import random_schedule
+from tests.judges.mutants import replaced
+from tests.judges.textbook import Hypothesis
 
 Pairs = tuple[tuple[str, float], ...]
 
@@ -93,7 +93,7 @@ def requests(turn: int) -> tuple[Request, ...]:
     )
 
 
-def runs(name: str, turn: int) -> Iterator[Run]:
+def runs(name: str, turn: int) -> Iterator[Drive]:
     """The requests side by side: in lockstep, in chunks, and as they come and lose their rows."""
     asked = requests(turn)
     yield run_together(asked, executor(name))

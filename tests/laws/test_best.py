@@ -16,12 +16,12 @@ from everystep.engine import Engine, Lockstep
 from everystep.engine.choices import StepRecord
 from everystep.executors.base import Executor
 from everystep.strategies import Beam, Greedy
-from everystep.testing.dice import EMBED_DIM
-from everystep.testing.drive import Run, hash_executor, run_together
 from everystep.testing.hash_model import ABILITIES, HashExecutor
-from everystep.testing.laws import Laws
-from everystep.testing.requests import Mix, random_mix
 from everystep.types import Request, Scores, StepOutput, Work
+from tests.judges.dice import EMBED_DIM
+from tests.judges.drive import Drive, hash_executor, run_together
+from tests.judges.laws import Laws
+from tests.judges.mixes import Mix, random_mix
 
 
 class BestExecutor(HashExecutor):
@@ -116,7 +116,7 @@ def test_whole_rows_are_reported_where_observers_watch() -> None:
     for mix in map(random_mix, range(60)):
         requests = [request for request in mix.requests if reads_best(request)]
         executor, shown = BestExecutor(mix.vocab_size), Shown()
-        run = Run(Engine(executor, Lockstep(), [shown]))
+        run = Drive(Engine(executor, Lockstep(), [shown]))
         for request in requests:
             run.submit(request)
         results = run.finish().results

@@ -27,11 +27,11 @@ from everystep.errors import EverystepError
 from everystep.outputs import TokenLogprobs
 from everystep.requests import absent
 from everystep.requests.prepare import prepare
-from everystep.testing.dice import Dice
-from everystep.testing.drive import Run, run_scheduled
-from everystep.testing.mutants import MUTANTS
-from everystep.testing.requests import random_schedule
 from everystep.types import FinishReason, Request
+from tests.judges.dice import Dice
+from tests.judges.drive import Drive, run_scheduled
+from tests.judges.mixes import random_schedule
+from tests.judges.mutants import MUTANTS
 from tests.laws.calls import MODELS, Call, calls
 from tests.parity.models import CATALOGUE, subject
 
@@ -129,7 +129,7 @@ class Mixture:
 
     calls: dict[str, Call]
     requests: tuple[Request, ...]
-    run: Run
+    run: Drive
     collector: Collector
 
     @classmethod

@@ -19,10 +19,10 @@ from everystep.engine.choices import StepRecord
 from everystep.engine.feed import Feeds
 from everystep.processors import best, edits
 from everystep.strategies import Beam, Greedy, Sample, single
-from everystep.testing.drive import Run, hash_executor
 from everystep.testing.hash_model import HashExecutor
-from everystep.testing.requests import Mix, kinds, random_mix
 from everystep.types import Answer, FinishReason, Prompt, Request, Sequence, StepOutput, Work
+from tests.judges.drive import Drive, hash_executor
+from tests.judges.mixes import Mix, kinds, random_mix
 
 SEEDS = range(40)
 
@@ -31,9 +31,9 @@ def run(
     requests: Iterable[Request],
     executor: HashExecutor,
     observers: Iterable[Callable[[StepRecord], None]] = (),
-) -> Run:
+) -> Drive:
     """A lockstep run."""
-    one = Run(Engine(executor, Lockstep(), observers))
+    one = Drive(Engine(executor, Lockstep(), observers))
     for request in requests:
         one.submit(request)
     return one.finish()
@@ -87,7 +87,7 @@ def test_after_a_preemption_what_is_shared_is_fed_once(
     request = Request(
         "r", prompt, strategy, SeededDraws(0), (), companions=companions, readout=readout
     )
-    one = Run(Engine(HashExecutor(11), Lockstep()))
+    one = Drive(Engine(HashExecutor(11), Lockstep()))
     group = one.engine.submit(request)
     for _ in range(5):
         one.engine.step()

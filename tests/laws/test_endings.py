@@ -9,10 +9,10 @@ import pytest
 from torch import Tensor
 
 from everystep.engine import Continuous, Engine, Lockstep, audit
-from everystep.testing.drive import Run, hash_executor, run_together
 from everystep.testing.hash_model import HashExecutor
-from everystep.testing.requests import Mix, random_mix
 from everystep.types import Request, Rows, StepOutput, Work
+from tests.judges.drive import Drive, hash_executor, run_together
+from tests.judges.mixes import Mix, random_mix
 
 SEEDS = range(30)
 
@@ -65,15 +65,15 @@ def broken_executor(mix: Mix, amid: str) -> BrokenExecutor:
     return executor
 
 
-def submitted(requests: Iterable[Request], engine: Engine) -> Run:
+def submitted(requests: Iterable[Request], engine: Engine) -> Drive:
     """A run with all the requests, not begun."""
-    run = Run(engine)
+    run = Drive(engine)
     for request in requests:
         run.submit(request)
     return run
 
 
-def step_until_broken(run: Run) -> None:
+def step_until_broken(run: Drive) -> None:
     """The run is over, or its step has been interrupted."""
     try:
         while run.engine.pending:

@@ -22,13 +22,13 @@ from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model
 from everystep.nn.rounding import Rounding
 from everystep.testing.hash_model import HashExecutor
-from everystep.testing.laws import Laws
-from everystep.testing.numpy_executor import NumpyExecutor
-from everystep.testing.requests import Mix, random_mix
 from everystep.testing.tokenizer import Letters
 from everystep.types import Prompt, Request
 from everystep.types.protocols import Drafter, Readout
 from tests.executors.models import family_model, narrow_model
+from tests.judges.laws import Laws
+from tests.judges.mixes import Mix, random_mix
+from tests.judges.numpy_executor import NumpyExecutor
 
 WIDTH = 32
 MIXES = 10

@@ -9,9 +9,9 @@ import torch
 
 from everystep.engine import Contrast
 from everystep.stops.ends import MaxLength
-from everystep.testing.drive import hash_executor, run_scheduled, run_together
-from everystep.testing.requests import Mix, random_mix
 from everystep.types import Request
+from tests.judges.drive import hash_executor, run_scheduled, run_together
+from tests.judges.mixes import Mix, random_mix
 
 
 def as_embeddings(request: Request, mix: Mix, *, keep_ids: bool) -> Request:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import hypothesis
 import pytest
 
-from everystep.testing.laws import Laws, shortfalls
-from everystep.testing.requests import Mix, mixes, random_mix
+from tests.judges.laws import Laws, shortfalls
+from tests.judges.mixes import Mix, mixes, random_mix
 
 BLOCKS = [range(125)]
 MORE_BLOCKS = [

@@ -8,11 +8,11 @@ import torch
 
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model
-from everystep.testing.laws import Laws
-from everystep.testing.mutants import MUTANTS, STORE_MUTANTS
-from everystep.testing.requests import random_mix
 from everystep.types import Verb, Work
 from tests.executors.models import family_model
+from tests.judges.laws import Laws
+from tests.judges.mixes import random_mix
+from tests.judges.mutants import MUTANTS, STORE_MUTANTS
 
 MIXES = 125
 

@@ -27,11 +27,11 @@ from everystep.models.families import MODULES
 from everystep.nn.linear import Rows
 from everystep.nn.quantized import QuantizedWeight
 from everystep.nn.rounding import Rounding
-from everystep.testing.laws import Laws
-from everystep.testing.requests import random_mix
 from everystep.types import Verb, Work
 from tests.executors.members import members
 from tests.executors.models import narrow_model
+from tests.judges.laws import Laws
+from tests.judges.mixes import random_mix
 from tests.laws.test_executors import for_decoder, without_positions
 
 pytestmark = pytest.mark.native

@@ -22,11 +22,11 @@ from everystep.processors.repetition import (
 from everystep.processors.samplers import DynamicTemperature, Mirostat, TopNSigma, Xtc
 from everystep.processors.synthid import SynthIDTextWatermarkLogitsProcessor
 from everystep.strategies import Beam
-from everystep.testing.dice import Dice
-from everystep.testing.drive import Run, hash_executor, run_together
-from everystep.testing.laws import Laws
-from everystep.testing.requests import Mix, random_mix
 from everystep.types import COLUMNS, Group, Request
+from tests.judges.dice import Dice
+from tests.judges.drive import Drive, hash_executor, run_together
+from tests.judges.laws import Laws
+from tests.judges.mixes import Mix, random_mix
 
 
 def without_textbook(mix: Mix, max_rows: int | None) -> Executor:
@@ -71,7 +71,7 @@ def test_what_is_a_cache_of_a_prefix_can_be_dropped_at_any_time() -> None:
         mix = sampled_otherwise(random_mix(seed))
         requests = [_remembering(one) for one in mix.requests]
         expected = run_together(requests, hash_executor(mix)).results
-        run = Run(Engine(hash_executor(mix), Lockstep()))
+        run = Drive(Engine(hash_executor(mix), Lockstep()))
         for request in requests:
             run.submit(request)
         while run.engine.pending:

@@ -25,10 +25,10 @@ from everystep.executors.native import NativeExecutor
 from everystep.models import Model
 from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Greedy, Sample
-from everystep.testing.drive import run_scheduled, run_together
-from everystep.testing.requests import Schedule
 from everystep.types import Prompt, Request, StepOutput, Work
 from tests.executors.models import PLAIN, random_model
+from tests.judges.drive import run_scheduled, run_together
+from tests.judges.mixes import Schedule
 from tests.laws.test_best import BestExecutor
 
 VOCABULARY, BATCHES, PROMPTS = 8_200, 25, 4

@@ -1,6 +1,6 @@
 """The textbook loops on real models: a whole forward for every prefix, and no engine.
 
-The loops are those of `everystep.testing.textbook`, which ask a prefix for scores; here they come
+The loops are those of `tests.judges.textbook`, which ask a prefix for scores; here they come
 from a plain forward of the model over all ids, without a cache. Only where the cell is about a
 cache that rounds, its codes are what is computed with: then a fresh one is filled for each prefix.
 """
@@ -18,8 +18,8 @@ from torch import Tensor
 import everystep as es
 from everystep.engine import DoLa, Guidance
 from everystep.stops.ends import MaxLength
-from everystep.testing.textbook import Hypothesis, Prefix, told
 from everystep.types import Prompt, Request, Rows
+from tests.judges.textbook import Hypothesis, Prefix, told
 from tests.matrix.rows import Row
 from tests.matrix.subjects import Subject
 

@@ -21,9 +21,9 @@ from everystep.cli import main
 from everystep.engine import Continuous, Engine, audit
 from everystep.errors import RequestError
 from everystep.nn.modes import inference_mode
-from everystep.testing.drive import result
 from everystep.types import Group
 from tests.cli.tiny_model import write_tiny_model
+from tests.judges.drive import result
 from tests.matrix.book import prefix_of, require_equal
 from tests.matrix.rows import ROWS, Row
 from tests.matrix.subjects import PLAIN, SEED, plain

@@ -12,9 +12,9 @@ import everystep as es
 from everystep.errors import RequestError
 from everystep.executors.native import NativeExecutor
 from everystep.executors.torch_executor import TorchExecutor
-from everystep.testing.numpy_executor import NumpyExecutor
 from everystep.types import Extra, Verb, Work
 from tests.executors.members import members
+from tests.judges.numpy_executor import NumpyExecutor
 from tests.models.tiny import farthest, ids, ours, reference_decoder, with_norms
 
 MOST = 64

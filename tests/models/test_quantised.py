@@ -21,8 +21,8 @@ from everystep.models import (
     stored_weights,
 )
 from everystep.nn.quantized import QuantizedWeight
-from everystep.testing.numpy_executor import NumpyExecutor
 from tests.files.gguf_writer import write_gguf
+from tests.judges.numpy_executor import NumpyExecutor
 from tests.models.test_gguf import converted, metadata
 from tests.models.tiny import (
     Tensors,

@@ -26,9 +26,9 @@ from everystep.executors.native import NativeExecutor
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Beam
-from everystep.testing.drive import Run
 from everystep.types import Prompt, Request, Verb, Work
 from tests.executors.works import one_feed
+from tests.judges.drive import Drive
 from tests.models.tiny import farthest, ids, ours, reference_decoder, reference_logits
 from tests.models.tiny import reference_mamba as make_mamba
 
@@ -161,7 +161,7 @@ def test_preempted_requests_go_on_as_before(family: str) -> None:
         for one in prompts
     ]
     engine = Engine(TorchExecutor(both.model.core), Continuous(token_budget=9))
-    run = Run(engine)
+    run = Drive(engine)
     for request in requests(prompts):
         run.submit(request)
     rng = np.random.default_rng(2)

@@ -21,12 +21,12 @@ from everystep.strategies import (
     strategy_named,
     strategy_names,
 )
-from everystep.testing.drive import run_scheduled, run_together
 from everystep.testing.hash_model import HashExecutor
-from everystep.testing.requests import Schedule
-from everystep.testing.textbook import Prefix, follow
 from everystep.types import Prompt, Request
 from tests.executors.requests import REQUESTS, ids, request
+from tests.judges.drive import run_scheduled, run_together
+from tests.judges.mixes import Schedule
+from tests.judges.textbook import Prefix, follow
 
 SECOND_BEST = '''
 """A strategy of a distribution of its own: the token of the n-th highest score."""

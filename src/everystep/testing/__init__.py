@@ -1,12 +1,9 @@
-"""Judges, for this library's tests and for your own strategies, processors and executors.
+"""What tests of your own strategies, processors and executors need, and this library's tests too.
 
-The hash model forgives no misuse, the textbook loops are independent of the engine, the mixes and
-schedules are random but repeatable, and the mutants show that all of these find defects.
+The hash model forgives no misuse and needs no weights. The tiny models and the tiny tokenizer are
+real in every part, made in memory, and the same on every machine.
 """
 
 from everystep.testing.hash_model import HashExecutor
-from everystep.testing.laws import Laws
-from everystep.testing.mutants import MUTANTS
-from everystep.testing.requests import Mix, mixes, random_mix
 
-__all__ = ["MUTANTS", "HashExecutor", "Laws", "Mix", "mixes", "random_mix"]
+__all__ = ["HashExecutor"]

@@ -21,10 +21,10 @@ from everystep.models import Model
 from everystep.processors.warpers import TemperatureLogitsWarper, TopKLogitsWarper
 from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Beam, Greedy, Sample
-from everystep.testing.drive import Run
 from everystep.types import Past, Prompt, Request, Scores, Verb, Work
 from tests.executors.members import members
 from tests.executors.models import SPECS, narrow_model, random_model
+from tests.judges.drive import Drive
 
 pytestmark = pytest.mark.native
 BEST = 3
@@ -198,7 +198,7 @@ MIXED = [Greedy(), Sample(), Beam(3), Greedy(), Sample(), Greedy()]
 def test_requests_of_all_kinds_together_end_the_same(scheduler: Any) -> None:
     results = []
     for executor in pair(specified("plain")):
-        run = Run(Engine(executor, scheduler()))
+        run = Drive(Engine(executor, scheduler()))
         for index, strategy in enumerate(MIXED):
             run.submit(request(index, strategy, WARPED if isinstance(strategy, Sample) else ()))
         results.append(run.finish().results)
@@ -210,7 +210,7 @@ def test_requests_of_all_kinds_together_end_the_same(scheduler: Any) -> None:
 def test_greedy_steps_are_what_was_begun(indices: tuple[int, ...]) -> None:
     """Also where rows, each at another step, go on in another page."""
     ahead, _ = pair(specified("plain"), count=2)
-    run = Run(Engine(ahead, Lockstep()))
+    run = Drive(Engine(ahead, Lockstep()))
     for index in indices:
         asked = request(index, Greedy(), new=64)
         run.submit(replace(asked, stops=(MaxLength(asked.max_length),)))
@@ -224,7 +224,7 @@ def test_greedy_steps_are_what_was_begun(indices: tuple[int, ...]) -> None:
 
 def test_guesses_that_do_not_come_true_become_few() -> None:
     ahead, _ = pair(specified("plain"), count=2)
-    run = Run(Engine(ahead, Lockstep()))
+    run = Drive(Engine(ahead, Lockstep()))
     for index in range(8):
         run.submit(
             request(index, Sample(), (TemperatureLogitsWarper(50.0), TopKLogitsWarper(30)), 80)

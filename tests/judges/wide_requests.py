@@ -13,11 +13,11 @@ from everystep.stops.ends import EosToken
 from everystep.strategies import Beam, BestOf, Sample
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor
-from everystep.testing.rules import Forbid, Residue
 from everystep.types import Request, Wants
+from tests.judges.rules import Forbid, Residue
 
 if TYPE_CHECKING:
-    from everystep.testing.dice import Dice
+    from tests.judges.dice import Dice
 
 
 def widened(request: Request, function: HashFunction, draw: Dice) -> Request:

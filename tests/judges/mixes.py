@@ -50,15 +50,15 @@ from everystep.strategies.constraints import (
     DisjunctiveConstraint,
     PhrasalConstraint,
 )
-from everystep.testing.dice import EMBED_DIM, Dice
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor, HesitantExecutor
-from everystep.testing.random_prompts import furnished, random_prompt, related
-from everystep.testing.rules import Discourage, Forbid, FrequencyPenalty, Murmur
 from everystep.testing.tokenizer import Letters
-from everystep.testing.wide_requests import readable, widened
 from everystep.types import Prompt, Request
 from everystep.types.protocols import Drafter, Strategy
+from tests.judges.dice import EMBED_DIM, Dice
+from tests.judges.random_prompts import furnished, random_prompt, related
+from tests.judges.rules import Discourage, Forbid, FrequencyPenalty, Murmur
+from tests.judges.wide_requests import readable, widened
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy

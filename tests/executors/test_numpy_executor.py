@@ -17,9 +17,6 @@ from everystep.engine import Continuous, Engine, Lockstep
 from everystep.errors import InvariantError, RequestError, UnsupportedError
 from everystep.models import Model
 from everystep.models.spec import NormSpec
-from everystep.testing import textbook
-from everystep.testing.drive import Run, run_together
-from everystep.testing.numpy_executor import NumpyExecutor
 from everystep.types import Prompt, Request, StepOutput, Verb, Wants, Work
 from tests.executors.models import (
     EXPERTS,
@@ -43,6 +40,9 @@ from tests.executors.works import (
     only_verbs,
     read,
 )
+from tests.judges import textbook
+from tests.judges.drive import Drive, run_together
+from tests.judges.numpy_executor import NumpyExecutor
 
 IDS = np.random.default_rng(7).integers(0, 40, 24).tolist()
 QWEN2_WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
@@ -260,13 +260,13 @@ def test_the_engine_chooses_as_the_textbook_does_without_a_cache(chunk: int | No
 
 def test_requests_that_come_and_go_are_answered_as_alone() -> None:
     scheduler = Continuous(token_budget=9, max_rows=6)
-    run = Run(Engine(NumpyExecutor(model_of("window")), scheduler))
+    run = Drive(Engine(NumpyExecutor(model_of("window")), scheduler))
     for request in REQUESTS:
         run.submit(request)
     assert_results(run.finish(), REQUESTS, model_of("window"))
 
 
-def assert_results(run: Run, requests: tuple[Request, ...], model: Model) -> None:
+def assert_results(run: Drive, requests: tuple[Request, ...], model: Model) -> None:
     for request in requests:
         found = run.results[request.request_id]
         wanted = textbook.generate(request, Prefixes(model))

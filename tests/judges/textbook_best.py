@@ -10,7 +10,7 @@ import numpy as np
 from everystep.strategies import BestOf
 
 if TYPE_CHECKING:
-    from everystep.testing.prefix import Hypothesis, Prefix
+    from tests.judges.prefix import Hypothesis, Prefix
 
 
 def best_of(prefix: Prefix, strategy: BestOf, samples: list[Hypothesis]) -> list[Hypothesis]:

@@ -15,11 +15,11 @@ from everystep.engine import Continuous, Engine, Lockstep, audit
 from everystep.engine.engine import Observer
 from everystep.errors import InvariantError
 from everystep.executors.base import Executor
-from everystep.testing.dice import EMBED_DIM
 from everystep.testing.hash_model import HashExecutor
-from everystep.testing.requests import Mix, Schedule
-from everystep.testing.textbook import Hypothesis
 from everystep.types import Event, Group, Request
+from tests.judges.dice import EMBED_DIM
+from tests.judges.mixes import Mix, Schedule
+from tests.judges.textbook import Hypothesis
 
 MOST_STEPS = 2_000
 # Without end, preemptions could keep a long prompt from ever being fed.
@@ -27,7 +27,7 @@ PREEMPTIONS_EACH = 2
 
 
 @dataclass
-class Run:
+class Drive:
     """An engine on its way through some requests, and what it said."""
 
     engine: Engine
@@ -51,7 +51,7 @@ class Run:
             self.events += self.engine.cancel(group)
             self.cancelled.add(request.request_id)
 
-    def finish(self) -> Run:
+    def finish(self) -> Drive:
         """All requests are over, and nothing of them is left."""
         while self.engine.pending:
             self.step()
@@ -79,9 +79,11 @@ def hash_executor(mix: Mix, max_rows: int | None = None) -> HashExecutor:
     return HashExecutor(mix.vocab_size, EMBED_DIM, max_rows=max_rows)
 
 
-def run_together(requests: Iterable[Request], executor: Executor, chunk: int | None = None) -> Run:
+def run_together(
+    requests: Iterable[Request], executor: Executor, chunk: int | None = None
+) -> Drive:
     """All requests as one lockstep batch."""
-    run = Run(Engine(executor, Lockstep(chunk)))
+    run = Drive(Engine(executor, Lockstep(chunk)))
     for request in requests:
         run.submit(request)
     return run.finish()
@@ -92,11 +94,11 @@ def run_scheduled(
     schedule: Schedule,
     executor: Executor,
     observers: Iterable[Observer] = (),
-) -> Run:
+) -> Drive:
     """The requests come, go, are cancelled, wait and lose their rows as the schedule says."""
     limits = (schedule.token_budget, schedule.max_rows, schedule.max_positions)
     scheduler = Continuous(*limits, reuse=schedule.reuse)
-    run = Run(Engine(executor, scheduler, observers))
+    run = Drive(Engine(executor, scheduler, observers))
     rng = np.random.default_rng(schedule.seed)
     last = max(schedule.arrivals)
     step = 0
@@ -112,7 +114,7 @@ def run_scheduled(
     return run.finish()
 
 
-def _happenings(run: Run, requests: tuple[Request, ...], schedule: Schedule, step: int) -> None:
+def _happenings(run: Drive, requests: tuple[Request, ...], schedule: Schedule, step: int) -> None:
     for request, arrival in zip(requests, schedule.arrivals, strict=True):
         if arrival == step:
             run.submit(request)
@@ -121,7 +123,7 @@ def _happenings(run: Run, requests: tuple[Request, ...], schedule: Schedule, ste
             run.cancel(request)
 
 
-def _preempt(run: Run, schedule: Schedule, rng: np.random.Generator) -> None:
+def _preempt(run: Drive, schedule: Schedule, rng: np.random.Generator) -> None:
     groups = run.engine.scheduler.groups
     left = run.engine.counts.preemptions < PREEMPTIONS_EACH * len(schedule.arrivals)
     if groups and left and rng.random() < schedule.preempt_rate:
@@ -129,7 +131,7 @@ def _preempt(run: Run, schedule: Schedule, rng: np.random.Generator) -> None:
 
 
 def _set_aside(
-    run: Run, scheduler: Continuous, schedule: Schedule, rng: np.random.Generator
+    run: Drive, scheduler: Continuous, schedule: Schedule, rng: np.random.Generator
 ) -> None:
     """Groups that nobody reads take no part for some steps."""
     for group in scheduler.aside:

@@ -19,15 +19,15 @@ from everystep.errors import UnsupportedError
 from everystep.strategies import Beam, BestOf, Contrastive, Greedy, Sample
 from everystep.strategies.classic import BankedBeams
 from everystep.testing.hash_function import HashFunction
-from everystep.testing.prefix import NEVER
-from everystep.testing.prefix import Hypothesis as Hypothesis
-from everystep.testing.prefix import Prefix as Prefix
-from everystep.testing.textbook_beams import banked_beams
-from everystep.testing.textbook_best import best_of
 from everystep.types import (
     Request,
     Scores,
 )
+from tests.judges.prefix import NEVER
+from tests.judges.prefix import Hypothesis as Hypothesis
+from tests.judges.prefix import Prefix as Prefix
+from tests.judges.textbook_beams import banked_beams
+from tests.judges.textbook_best import best_of
 
 
 def generate(request: Request, function: HashFunction) -> list[Hypothesis]:

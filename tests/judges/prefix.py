@@ -13,9 +13,6 @@ from torch import Tensor
 
 from everystep.engine import DoLa
 from everystep.testing.hash_function import HashFunction
-from everystep.testing.reading import keys_of, logits, logits_after, masked, states_of
-from everystep.testing.textbook_dola import dola
-from everystep.testing.textbook_mixing import mix
 from everystep.types import (
     AfterStep,
     BeforeStep,
@@ -29,6 +26,9 @@ from everystep.types import (
 from everystep.types.batch import Places
 from everystep.types.candidates import Candidates
 from everystep.types.hooks import UNCHANGED
+from tests.judges.hash_reading import keys_of, logits, logits_after, masked, states_of
+from tests.judges.textbook_dola import dola
+from tests.judges.textbook_mixing import mix
 
 T = TypeVar("T")
 NEVER = -1.0e9  # the score of a hypothesis that there is not

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.testing.dice import EMBED_DIM, Dice
 from everystep.testing.hash_function import HashFunction
 from everystep.types import Injected, Prompt, Request
+from tests.judges.dice import EMBED_DIM, Dice
 
 
 def random_prompt(function: HashFunction, draw: Dice) -> Prompt:

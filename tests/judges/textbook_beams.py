@@ -13,7 +13,7 @@ import torch
 from everystep.strategies.classic import BankedBeams
 from everystep.strategies.constrained import ConstrainedBeam
 from everystep.strategies.constraint_list import ConstraintListState
-from everystep.testing.prefix import NEVER, Hypothesis, Prefix
+from tests.judges.prefix import NEVER, Hypothesis, Prefix
 
 
 @dataclass

@@ -14,13 +14,13 @@ from dataclasses import replace
 from everystep.errors import InvariantError
 from everystep.executors.base import Executor
 from everystep.strategies import Beam
-from everystep.testing.dice import EMBED_DIM
-from everystep.testing.drive import Run, hash_executor, run_scheduled, run_together
 from everystep.testing.hash_function import HashFunction
-from everystep.testing.requests import Mix, kinds
 from everystep.testing.strict import StrictExecutor
-from everystep.testing.textbook import Hypothesis, generate
 from everystep.types import Request
+from tests.judges.dice import EMBED_DIM
+from tests.judges.drive import Drive, hash_executor, run_scheduled, run_together
+from tests.judges.mixes import Mix, kinds
+from tests.judges.textbook import Hypothesis, generate
 
 LEAST_SCORE = -1.0e8
 
@@ -138,7 +138,7 @@ class Laws:
         self._count(run, executor)
         return run.results
 
-    def _count(self, run: Run, executor: Executor) -> None:
+    def _count(self, run: Drive, executor: Executor) -> None:
         counts = run.engine.counts
         self.coverage.update(
             forwards=counts.forwards,

@@ -22,7 +22,7 @@ from torch import Tensor
 from everystep.config.kinds import plain
 from everystep.draws import on_host
 from everystep.errors import RequestError, shown
-from everystep.processors.base import LogitsProcessor, remembers
+from everystep.processors.base import LogitsProcessor, Narrowing, remembers
 from everystep.processors.bias import only_allowed
 from everystep.processors.stacking import Numbers
 from everystep.types import Rows, Scores
@@ -133,7 +133,7 @@ class TrieWalk:
 
 
 @dataclass(frozen=True)
-class AllowedSequencesLogitsProcessor(LogitsProcessor):
+class AllowedSequencesLogitsProcessor(LogitsProcessor, Narrowing):
     """Only tokens that go on with an allowed sequence may follow, and where one ends an end token.
 
     A sequence that others led out of the set, by forced ids, can only end. Where everything allowed
@@ -145,6 +145,8 @@ class AllowedSequencesLogitsProcessor(LogitsProcessor):
     eos_token_id: tuple[int, ...]
     num_beams: int = 1
     digest: str = field(init=False)
+
+    keeps_lists = False  # what is allowed may stand outside of a list
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "digest", self.allowed.digest)

@@ -16,8 +16,8 @@ from torch import Tensor
 from everystep.config.kinds import COUNT, ONE_OR_MORE_IDS, POSITIVE, SIZE, integer
 from everystep.draws import on_host
 from everystep.nn.modes import modes_kept
-from everystep.processors.base import LogitsProcessor
-from everystep.processors.stacking import Parameter
+from everystep.processors.base import LogitsProcessor, Overwriting
+from everystep.processors.stacking import Argument
 from everystep.types import Rows
 
 
@@ -140,14 +140,14 @@ class WhisperNoSpeechDetection(LogitsProcessor):
 
 
 @dataclass(frozen=True)
-class AlternatingCodebooksLogitsProcessor(LogitsProcessor):
+class AlternatingCodebooksLogitsProcessor(Overwriting):
     """Tokens come in turn from the two codebooks, whose ids follow those of the semantic tokens."""
 
     input_start_len: int
     semantic_vocab_size: int
     codebook_size: int
 
-    checked = (Parameter("input_start_len", COUNT),)
+    checked = (Argument("input_start_len", COUNT),)
 
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
         first = self.semantic_vocab_size
@@ -171,8 +171,8 @@ class BarkEosPrioritizerLogitsProcessor(LogitsProcessor):
     device: InitVar[str] = "cpu"
 
     checked = (
-        Parameter("eos_token_id", ONE_OR_MORE_IDS),
-        Parameter("min_eos_p", POSITIVE, optional=True),
+        Argument("eos_token_id", ONE_OR_MORE_IDS),
+        Argument("min_eos_p", POSITIVE, optional=True),
     )
     reads_ids = False
 
@@ -194,7 +194,7 @@ class DiaEOSChannelFilterLogitsProcessor(LogitsProcessor):
     num_channels: int
     eos_token_id: int
 
-    checked = (Parameter("num_channels", SIZE), Parameter("eos_token_id", SIZE))
+    checked = (Argument("num_channels", SIZE), Argument("eos_token_id", SIZE))
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Process (batch * channels, V) or (batch, channels, V) scores -> (batch * channels, V)."""

@@ -1,16 +1,18 @@
 """What a processor is: a frozen value, called with rows or plain ids and their scores.
 
 The familiar classes derive from `LogitsProcessor`, which turns a rectangle of ids into rows, so
-that one function serves a call by hand and the engine. A class overrides either `process`, which
-returns new scores, or `edit`, which names the few that change. The engine calls `overwrite` where
-the scores are its own, so that no memory is taken for new ones. State between steps lives in
-`sequence.memo` under the processor's own key.
+that one function serves a call by hand and the engine. A class says in one of three forms what it
+does: `process` returns new scores, that of an `Overwriting` processor writes into them, that of an
+`Editing` one names the few that change. The engine calls `overwrite` where the scores are its own,
+so that no memory is taken for new ones. State between steps lives in `sequence.memo` under the
+processor's own key.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -22,7 +24,7 @@ from torch import Tensor
 from everystep.errors import RequestError, UnsupportedError
 from everystep.processors.best import is_wide, without
 from everystep.processors.edits import Edit
-from everystep.processors.stacking import Numbers, Parameter, admit, require_rows
+from everystep.processors.stacking import Argument, Numbers, admit, require_rows
 from everystep.types import Prompt, Rows, Scores, Sequence, TokenTable, nobodys
 from everystep.types.given import require_tensor
 
@@ -30,36 +32,19 @@ from everystep.types.given import require_tensor
 class LogitsProcessor:
     """Base of the processors with familiar names, and of a caller's own.
 
-    A caller's class overrides `__call__(input_ids, scores)`; ours override `process`, `overwrite`
-    or `edit`. `per_row`: fields that hold a number, or a tuple of one number per row; `checked`:
-    fields of other kinds. Tensors are made where the scores are, so that a `device` argument, kept
-    for ported calls, changes nothing.
+    A caller's class overrides `__call__(input_ids, scores)`, ours override `process`. `per_row`:
+    fields that hold a number, or a tuple of one number per row; `checked`: fields of other kinds.
+    Tensors are made where the scores are, so that a `device` argument, kept for ported calls,
+    changes nothing.
     """
 
-    per_row: ClassVar[tuple[Parameter, ...]] = ()
-    checked: ClassVar[tuple[Parameter, ...]] = ()
+    per_row: ClassVar[tuple[Argument, ...]] = ()
+    checked: ClassVar[tuple[Argument, ...]] = ()
     reads_ids: ClassVar[bool] = True
     """Whether it looks at ids at all; a call by hand need not give any where it does not."""
 
-    ordered: ClassVar[bool] = False
-    """Whether it changes every score by itself, and raises no lower one above a higher one; lists
-    whose rest is above -inf go through `few` of such processors, and of those with a `best`."""
-
-    decides: ClassVar[bool] = False
-    """Whether `few` leaves, of the best of a row, the best that it allows, and reads the row where
-    that is not among them."""
-
-    narrows: bool = False
-    """Whether it leaves a list of every list, which it may then change in place of the row."""
-
     def __post_init__(self, device: object = None) -> None:
         admit(self)
-
-    @property
-    def best(self) -> int:
-        """How many of the best scores of a row decide what it leaves of the row, but for ties of
-        the last of them; 0 where that is not known."""
-        return 0
 
     def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
         """(R, V) scores of prefixes, (R, T) ids or `Rows` -> (R, V) scores; nothing is changed."""
@@ -87,40 +72,69 @@ class LogitsProcessor:
         return require_tensor(ids, "input_ids", wanted, dims=(2,), holds="integers")
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V): the given scores as they are, or new ones."""
-        if type(self).overwrite is not LogitsProcessor.overwrite:
-            return self.overwrite(rows, scores.clone(memory_format=torch.contiguous_format))
-        dense = scores.contiguous()
-        edit = self.edit(rows, dense)
-        return scores if edit is None else edit.written(dense.clone())
-
-    def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
-        """As `process`, but the contiguous (R, V) scores may be written to."""
-        if type(self).process is not LogitsProcessor.process:
-            return self.process(rows, scores)
-        edit = self.edit(rows, scores)
-        return scores if edit is None else edit.written(scores)
-
-    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
-        """What it leaves of the scores, as lists; None where that is not known to be little.
-
-        Whole rows are to be divided by a temperature first. A list is processed like a row where
-        that leaves a list.
-        """
-        if not self.narrows or not scores.listed:
-            return None
-        return replace(scores, values=self.process(rows, scores.values), totals=None)
-
-    def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """Which of the contiguous (R, V) scores get new values; None: none of them."""
+        """Returns the given (R, V) scores as they are, or new ones."""
         raise UnsupportedError(
             f"{type(self).__name__} does not say what it does with scores",
             wanted="a method __call__(input_ids, scores)",
             do="Define it in the class",
         )
 
+    def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
+        """Returns what `process` does, and may write to the contiguous (R, V) scores."""
+        return self.process(rows, scores)
 
-class Filter(LogitsProcessor):
+
+class Overwriting(LogitsProcessor, ABC):
+    """Base of the processors that write into the scores what they change of them."""
+
+    def process(self, rows: Rows, scores: Tensor) -> Tensor:
+        return self.overwrite(rows, scores.clone(memory_format=torch.contiguous_format))
+
+    @abstractmethod
+    def overwrite(self, rows: Rows, scores: Tensor) -> Tensor: ...
+
+
+class Editing(LogitsProcessor, ABC):
+    """Base of the processors that name the few scores that change."""
+
+    @abstractmethod
+    def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
+        """Says which of the contiguous (R, V) scores get new values; None: none of them."""
+
+    def process(self, rows: Rows, scores: Tensor) -> Tensor:
+        dense = scores.contiguous()
+        edit = self.edit(rows, dense)
+        return scores if edit is None else edit.written(dense.clone())
+
+    def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
+        edit = self.edit(rows, scores)
+        return scores if edit is None else edit.written(scores)
+
+
+class Narrowing(ABC):
+    """The further form of a processor that can leave lists of few tokens in place of whole rows."""
+
+    @property
+    @abstractmethod
+    def keeps_lists(self) -> bool:
+        """Whether it leaves a list of every list, so that the best of a row can stand for it."""
+
+    @abstractmethod
+    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
+        """Returns lists of what it leaves of the scores; None where that is not known to be little.
+
+        Whole rows are to be divided by a temperature first.
+        """
+
+
+def processed_lists(processor: LogitsProcessor, rows: Rows, scores: Scores) -> Scores | None:
+    """Returns lists that were processed as if they were rows; None where the scores are rows."""
+    if not scores.listed:
+        return None
+    return replace(scores, values=processor.process(rows, scores.values), totals=None)
+
+
+class Filter(LogitsProcessor, Narrowing):
     """Base of the processors that put `filter_value` where `removed` says so.
 
     They look at scores and not at ids, so that a list is a row like any other to them.
@@ -130,13 +144,13 @@ class Filter(LogitsProcessor):
     filter_value: float
 
     @property
-    def narrows(self) -> bool:  # type: ignore[override]
+    def keeps_lists(self) -> bool:
         """Whether what it removes leaves the list."""
         return self.filter_value == -math.inf
 
+    @abstractmethod
     def removed(self, scores: Tensor) -> Tensor:
         """(R, V) scores -> (R, V) bool."""
-        raise NotImplementedError
 
     def removed_of_many(self, scores: Tensor) -> Tensor:
         """As `removed`, in a wide row or a list of one: both must give the same."""
@@ -151,8 +165,8 @@ class Filter(LogitsProcessor):
         return scores.masked_fill_(removed(scores), self.filter_value)
 
     def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
-        """What is not removed: searched for in wide rows, where that is known to be little."""
-        if not self.narrows:
+        """Returns what is not removed; in wide rows that is searched for where it is little."""
+        if not self.keeps_lists:
             return None
         if scores.tokens is None:
             return self.searched(scores, temperature) if is_wide(scores.values) else None

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from everystep.config.kinds import BIASES, COUNT, ONE_OR_MORE_IDS, WORDS, Kind, is_number, require
 from everystep.errors import RequestError
-from everystep.processors.base import LogitsProcessor
+from everystep.processors.base import Editing, LogitsProcessor
 from everystep.processors.edits import Edit, places
-from everystep.processors.stacking import Parameter
+from everystep.processors.stacking import Argument
 from everystep.types import Rows
 
 Table = tuple[tuple[tuple[int, ...], float], ...]
@@ -68,7 +68,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
-class _Biases(LogitsProcessor):
+class _Biases(Editing):
     """Adds a bias to the last id of every word whose other ids stand at the end of the prefix."""
 
     _prepared: dict[Any, _Prepared] = field(
@@ -110,7 +110,7 @@ class SequenceBiasLogitsProcessor(_Biases):
 
     sequence_bias: Any
 
-    checked = (Parameter("sequence_bias", BIASES),)
+    checked = (Argument("sequence_bias", BIASES),)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,8 +129,8 @@ class NoBadWordsLogitsProcessor(_Biases):
     eos_token_id: Any = None
 
     checked = (
-        Parameter("bad_words_ids", WORDS),
-        Parameter("eos_token_id", ONE_OR_MORE_IDS, optional=True),
+        Argument("bad_words_ids", WORDS),
+        Argument("eos_token_id", ONE_OR_MORE_IDS, optional=True),
     )
 
     def __post_init__(self) -> None:
@@ -158,7 +158,7 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
     first: int = field(default=0, kw_only=True)
 
     checked = (
-        Parameter("prefix_allowed_tokens_fn", Kind("a function of (batch_id, ids)", callable)),
+        Argument("prefix_allowed_tokens_fn", Kind("a function of (batch_id, ids)", callable)),
     )
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ class InfNanRemoveLogitsProcessor(LogitsProcessor):
 
 
 @dataclass(frozen=True)
-class LogitBias(LogitsProcessor):
+class LogitBias(Editing):
     """Adds its bias to every id of the table: ((id, bias), ...).
 
     RequestError where an id lies beyond the scores. Source: `logit_bias` of the OpenAI API.

@@ -16,7 +16,7 @@ from torch import Tensor
 from everystep.config.kinds import NUMBER, POSITIVE, SIZE, integer, number, require
 from everystep.errors import RequestError
 from everystep.processors.base import LogitsProcessor
-from everystep.processors.stacking import Parameter
+from everystep.processors.stacking import Argument
 from everystep.types import Rows
 
 
@@ -98,8 +98,8 @@ class ClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
 
     guidance_scale: float
 
-    checked: ClassVar[tuple[Parameter, ...]] = (
-        Parameter("guidance_scale", number("a number above 1", lambda value: value > 1)),
+    checked: ClassVar[tuple[Argument, ...]] = (
+        Argument("guidance_scale", number("a number above 1", lambda value: value > 1)),
     )
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class DiaClassifierFreeGuidanceLogitsProcessor(ClassifierFreeGuidanceLogitsProce
 
     checked = (
         *ClassifierFreeGuidanceLogitsProcessor.checked,
-        Parameter("guidance_top_k", SIZE, optional=True),
+        Argument("guidance_top_k", SIZE, optional=True),
     )
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -156,9 +156,9 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
     num_beam_groups: int
 
     checked = (
-        Parameter("diversity_penalty", POSITIVE),
-        Parameter("num_beams", integer(2)),
-        Parameter("num_beam_groups", integer(2)),
+        Argument("diversity_penalty", POSITIVE),
+        Argument("num_beams", integer(2)),
+        Argument("num_beam_groups", integer(2)),
     )
 
     def __post_init__(self) -> None:

@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 
 from everystep.config.kinds import COUNT, DECAY, ONE_OR_MORE_IDS
-from everystep.processors.base import LogitsProcessor
+from everystep.processors.base import Editing, Narrowing
 from everystep.processors.best import is_wide
 from everystep.processors.edits import Edit, banned_in, forced_in, places
-from everystep.processors.stacking import Counts, Numbers, Parameter
+from everystep.processors.stacking import Argument, Counts, Numbers
 from everystep.types import Rows, Scores
 
-_ENDS = Parameter("eos_token_id", ONE_OR_MORE_IDS)
+_ENDS = Argument("eos_token_id", ONE_OR_MORE_IDS)
 
 
 @dataclass(frozen=True)
-class MinLengthLogitsProcessor(LogitsProcessor):
+class MinLengthLogitsProcessor(Editing):
     """No end token before the prefix holds `min_length` ids."""
 
     min_length: Counts
     eos_token_id: Any
     device: InitVar[str] = "cpu"
 
-    per_row = (Parameter("min_length", COUNT),)
+    per_row = (Argument("min_length", COUNT),)
     checked = (_ENDS,)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
@@ -39,7 +39,7 @@ class MinLengthLogitsProcessor(LogitsProcessor):
 
 
 @dataclass(frozen=True)
-class MinNewTokensLengthLogitsProcessor(LogitsProcessor):
+class MinNewTokensLengthLogitsProcessor(Editing):
     """No end token before `min_new_tokens` ids follow the prompt."""
 
     prompt_length_to_skip: int | None
@@ -47,8 +47,8 @@ class MinNewTokensLengthLogitsProcessor(LogitsProcessor):
     eos_token_id: Any
     device: InitVar[str] = "cpu"
 
-    per_row = (Parameter("min_new_tokens", COUNT),)
-    checked = (Parameter("prompt_length_to_skip", COUNT, optional=True), _ENDS)
+    per_row = (Argument("min_new_tokens", COUNT),)
+    checked = (Argument("prompt_length_to_skip", COUNT, optional=True), _ENDS)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
         new = _generated(rows, self.prompt_length_to_skip)
@@ -56,10 +56,12 @@ class MinNewTokensLengthLogitsProcessor(LogitsProcessor):
 
 
 @dataclass(frozen=True)
-class ForcedBOSTokenLogitsProcessor(LogitsProcessor):
+class ForcedBOSTokenLogitsProcessor(Editing, Narrowing):
     """Only `bos_token_id` may follow a prefix of one id."""
 
     bos_token_id: int
+
+    keeps_lists = False  # only where rows begin
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
         return forced_in(scores, rows.lengths == 1, (self.bos_token_id,))
@@ -70,7 +72,7 @@ class ForcedBOSTokenLogitsProcessor(LogitsProcessor):
 
 
 @dataclass(frozen=True)
-class ForcedEOSTokenLogitsProcessor(LogitsProcessor):
+class ForcedEOSTokenLogitsProcessor(Editing, Narrowing):
     """Only end tokens may stand at the last place of `max_length`."""
 
     max_length: int
@@ -78,9 +80,10 @@ class ForcedEOSTokenLogitsProcessor(LogitsProcessor):
     device: InitVar[str] = "cpu"
 
     checked = (
-        Parameter("max_length", COUNT),
-        Parameter("eos_token_id", ONE_OR_MORE_IDS, "forced_eos_token_id"),
+        Argument("max_length", COUNT),
+        Argument("eos_token_id", ONE_OR_MORE_IDS, "forced_eos_token_id"),
     )
+    keeps_lists = False  # only at the last place
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
         return forced_in(scores, rows.lengths == self.max_length - 1, self.eos_token_id)
@@ -91,9 +94,8 @@ class ForcedEOSTokenLogitsProcessor(LogitsProcessor):
 
 
 @dataclass(frozen=True)
-class ExponentialDecayLengthPenalty(LogitsProcessor):
-    """A growing gain of the end, from (start, factor): |score| * (factor^n - 1) n ids after the
-    start.
+class ExponentialDecayLengthPenalty(Editing):
+    """From (start, factor): ending gains |score| * (factor^n - 1) at the n-th id after the start.
 
     The start counts from `input_ids_seq_length`, the prompt's length.
     """
@@ -103,9 +105,9 @@ class ExponentialDecayLengthPenalty(LogitsProcessor):
     input_ids_seq_length: int | None
 
     checked = (
-        Parameter("exponential_decay_length_penalty", DECAY),
+        Argument("exponential_decay_length_penalty", DECAY),
         _ENDS,
-        Parameter("input_ids_seq_length", COUNT, optional=True),
+        Argument("input_ids_seq_length", COUNT, optional=True),
     )
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
@@ -123,13 +125,13 @@ class ExponentialDecayLengthPenalty(LogitsProcessor):
 
 
 @dataclass(frozen=True)
-class SuppressTokensLogitsProcessor(LogitsProcessor):
+class SuppressTokensLogitsProcessor(Editing):
     """The tokens are never chosen."""
 
     suppress_tokens: Any
     device: InitVar[str] = "cpu"
 
-    checked = (Parameter("suppress_tokens", ONE_OR_MORE_IDS),)
+    checked = (Argument("suppress_tokens", ONE_OR_MORE_IDS),)
     reads_ids = False
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
@@ -137,7 +139,7 @@ class SuppressTokensLogitsProcessor(LogitsProcessor):
 
 
 @dataclass(frozen=True)
-class SuppressTokensAtBeginLogitsProcessor(LogitsProcessor):
+class SuppressTokensAtBeginLogitsProcessor(Editing):
     """The tokens are not chosen where the prefix holds `begin_index` ids.
 
     Where that is None, it is where `after` ids follow the row's own prompt.
@@ -149,8 +151,8 @@ class SuppressTokensAtBeginLogitsProcessor(LogitsProcessor):
     after: int = field(default=0, kw_only=True)
 
     checked = (
-        Parameter("begin_suppress_tokens", ONE_OR_MORE_IDS),
-        Parameter("begin_index", COUNT, optional=True),
+        Argument("begin_suppress_tokens", ONE_OR_MORE_IDS),
+        Argument("begin_index", COUNT, optional=True),
     )
 
     def set_begin_index(self, begin_index: int) -> None:

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.processors.base import LogitsProcessor, UserProcessor, reads_rows
+from everystep.processors.base import LogitsProcessor, Narrowing, UserProcessor, reads_rows
 from everystep.processors.best import is_few
+from everystep.processors.grammars.mask import GrammarMask
 from everystep.processors.order import RANK
 from everystep.processors.stacking import stack_key, stacked
-from everystep.processors.warpers import TemperatureLogitsWarper
+from everystep.processors.warpers import TemperatureLogitsWarper, TopKLogitsWarper
 from everystep.types import MOST_BEST, Rows, Scores
 from everystep.types.protocols import Processor
 
@@ -36,20 +37,25 @@ def best_read(processors: Processors, vocabulary: int) -> int:
     Lists of the best then take the way that rows would have taken from the first processor on that
     leaves few tokens.
     """
-    ours = [one for one in processors if type(one) in RANK and isinstance(one, LogitsProcessor)]
-    if len(ours) < len(processors) or not all(one.narrows for one in ours):
+    if not all(_keeps_lists(one) for one in processors):
         return 0
-    count = next((one.best for one in ours if not one.ordered), 0)
+    # A temperature leaves the scores in their order.
+    others = (one for one in processors if not isinstance(one, TemperatureLogitsWarper))
+    first = next(others, None)
+    count = first.best if isinstance(first, TopKLogitsWarper) else 0
     return count if is_few(count, vocabulary) else 0
 
 
-def decided(processors: Processors, vocabulary: int) -> bool:
-    """Return whether the best that they leave of a row can be found.
+def _keeps_lists(processor: Processor) -> bool:
+    """Whether it is one of ours that leaves a list of every list."""
+    return type(processor) in RANK and isinstance(processor, Narrowing) and processor.keeps_lists
 
-    It is found among as many of its best as an executor reports, or by reading the row.
-    """
-    ours = [one for one in processors if isinstance(one, LogitsProcessor) and one.decides]
-    return len(ours) == len(processors) and is_few(MOST_BEST, vocabulary)
+
+def decided(processors: Processors, vocabulary: int) -> bool:
+    """Whether the best that they leave of a row is found among as many of its best as an executor
+    reports, or by reading the row."""
+    masks = all(isinstance(one, GrammarMask) for one in processors)
+    return masks and is_few(MOST_BEST, vocabulary)
 
 
 def apply(rows: Rows, scores: Scores, *, owned: bool = False) -> Scores:
@@ -84,21 +90,20 @@ class _Canvas:
     def run_all(self, processors: Processors) -> None:
         """Run the processors, one after another, on all rows."""
         for processor in processors:
-            if type(processor) not in RANK or not isinstance(processor, LogitsProcessor):
-                self._change(processor)
-            elif (
-                isinstance(processor, TemperatureLogitsWarper)
-                and self.scores.tokens is None
-                and not self.temperature
-            ):
+            waits = self.scores.tokens is None and self.temperature is None
+            if waits and type(processor) is TemperatureLogitsWarper:
                 self.temperature = processor
+            elif (few := self._few(processor)) is not None:
+                self.scores, self.owned, self.temperature = few, True, None
             else:
-                divisor = self.temperature.temperature if self.temperature else 1.0
-                few = processor.few(self.rows, self.scores, divisor)
-                if few is None:
-                    self._change(processor)
-                else:
-                    self.scores, self.owned, self.temperature = few, True, None
+                self._change(processor)
+
+    def _few(self, processor: Processor) -> Scores | None:
+        """Returns what one of ours leaves as lists; None where that is not known to be little."""
+        if type(processor) not in RANK or not isinstance(processor, Narrowing):
+            return None
+        divisor = self.temperature.temperature if self.temperature else 1.0
+        return processor.few(self.rows, self.scores, divisor)
 
     def settled(self) -> Scores:
         """Return the scores, with nothing that waits."""

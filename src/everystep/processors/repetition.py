@@ -29,10 +29,10 @@ from everystep.config.kinds import (
     is_integer,
     is_list,
 )
-from everystep.processors.base import LogitsProcessor, remembers
+from everystep.processors.base import Editing, Overwriting, remembers
 from everystep.processors.edits import Edit, Stretch, alike, banned, revised, stretches
 from everystep.processors.memory import NGrams, Occurrences, remembered
-from everystep.processors.stacking import Counts, Numbers, Parameter
+from everystep.processors.stacking import Argument, Counts, Numbers
 from everystep.types import Rows
 
 
@@ -54,11 +54,11 @@ def _are_prompts(value: Any) -> bool:
     return is_list(value, is_integer) or is_list(value, lambda row: is_list(row, is_integer))
 
 
-_PROMPTS = Parameter("encoder_input_ids", Kind("a list of ids, or several", _are_prompts, _prompts))
+_PROMPTS = Argument("encoder_input_ids", Kind("a list of ids, or several", _are_prompts, _prompts))
 
 
 @dataclass(frozen=True)
-class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
+class RepetitionPenaltyLogitsProcessor(Overwriting):
     """Penalises every id that stands in the prefix (Keskar et al. 2019).
 
     `prompt_ignore_length`: how many ids at the start do not count; None: each row's pad prefix.
@@ -68,8 +68,8 @@ class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
     prompt_ignore_length: Counts | None = None
 
     per_row = (
-        Parameter("penalty", POSITIVE, "repetition_penalty"),
-        Parameter("prompt_ignore_length", COUNT, optional=True),
+        Argument("penalty", POSITIVE, "repetition_penalty"),
+        Argument("prompt_ignore_length", COUNT, optional=True),
     )
 
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def _standing(rows: Rows, starts: tuple[int, ...], size: int) -> list[np.ndarray
 
 
 @dataclass(frozen=True)
-class EncoderRepetitionPenaltyLogitsProcessor(LogitsProcessor):
+class EncoderRepetitionPenaltyLogitsProcessor(Overwriting):
     """Favours every id of the encoder's prompt: the penalty is taken as its reciprocal.
 
     `encoder_input_ids`: (B, S) ids, of which each row serves as many rows of scores as the others.
@@ -111,7 +111,7 @@ class EncoderRepetitionPenaltyLogitsProcessor(LogitsProcessor):
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    checked = (Parameter("penalty", POSITIVE, "encoder_repetition_penalty"), _PROMPTS)
+    checked = (Argument("penalty", POSITIVE, "encoder_repetition_penalty"), _PROMPTS)
 
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
         key = (scores.shape, scores.device)
@@ -138,12 +138,12 @@ _SMALLEST = 1e-30  # from here on neither product nor quotient of 0 or infinity 
 
 
 @dataclass(frozen=True)
-class NoRepeatNGramLogitsProcessor(LogitsProcessor):
+class NoRepeatNGramLogitsProcessor(Editing):
     """Bans every id that would complete an n-gram that the prefix already holds."""
 
     ngram_size: int
 
-    checked = (Parameter("ngram_size", SIZE, "no_repeat_ngram_size"),)
+    checked = (Argument("ngram_size", SIZE, "no_repeat_ngram_size"),)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
         if not remembers(rows):
@@ -153,7 +153,7 @@ class NoRepeatNGramLogitsProcessor(LogitsProcessor):
 
 
 @dataclass(frozen=True)
-class EncoderNoRepeatNGramLogitsProcessor(LogitsProcessor):
+class EncoderNoRepeatNGramLogitsProcessor(Editing):
     """Bans every id that would complete an n-gram of the encoder's prompt.
 
     `encoder_input_ids`: (S,) or (B, S) ids, of which each row serves as many rows of scores as the
@@ -164,7 +164,7 @@ class EncoderNoRepeatNGramLogitsProcessor(LogitsProcessor):
     encoder_input_ids: Any
     _known: list[NGrams] = field(default_factory=list, init=False, repr=False, compare=False)
 
-    checked = (Parameter("encoder_ngram_size", SIZE, "encoder_no_repeat_ngram_size"), _PROMPTS)
+    checked = (Argument("encoder_ngram_size", SIZE, "encoder_no_repeat_ngram_size"), _PROMPTS)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
         grams = self._grams()
@@ -193,7 +193,7 @@ def _banned_each(scores: Tensor, following: list[tuple[int, ...]]) -> Edit | Non
 
 
 @dataclass(frozen=True)
-class OccurrencePenalty(LogitsProcessor):
+class OccurrencePenalty(Overwriting):
     """Generated ids lose `presence` once and `frequency` per occurrence; the prompt does not count.
 
     In calls by hand every id counts. Negative values favour repetition. Source: `presence_penalty`
@@ -204,8 +204,8 @@ class OccurrencePenalty(LogitsProcessor):
     frequency: Numbers = 0.0
 
     per_row = (
-        Parameter("presence", PENALTY, "presence_penalty"),
-        Parameter("frequency", PENALTY, "frequency_penalty"),
+        Argument("presence", PENALTY, "presence_penalty"),
+        Argument("frequency", PENALTY, "frequency_penalty"),
     )
 
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ _LARGEST = math.log(torch.finfo(torch.float32).max)
 
 
 @dataclass(frozen=True)
-class Dry(LogitsProcessor):
+class Dry(Editing):
     """An id that would continue a match of n >= allowed_length ids of the prefix's end loses
     multiplier * base ** (n - allowed_length); the longest match of an id counts.
 
@@ -248,10 +248,10 @@ class Dry(LogitsProcessor):
     breakers: tuple[int, ...] = ()
 
     checked = (
-        Parameter("multiplier", NOT_NEGATIVE, "dry_multiplier"),
-        Parameter("base", AT_LEAST_1, "dry_base"),
-        Parameter("allowed_length", SIZE, "dry_allowed_length"),
-        Parameter("breakers", ONE_OR_MORE_IDS, "dry_sequence_breakers"),
+        Argument("multiplier", NOT_NEGATIVE, "dry_multiplier"),
+        Argument("base", AT_LEAST_1, "dry_base"),
+        Argument("allowed_length", SIZE, "dry_allowed_length"),
+        Argument("breakers", ONE_OR_MORE_IDS, "dry_sequence_breakers"),
     )
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:

@@ -15,10 +15,16 @@ import torch
 from torch import Tensor
 
 from everystep.config.kinds import FRACTION, NOT_NEGATIVE, POSITIVE
-from everystep.processors.base import Filter, LogitsProcessor, remembers
-from everystep.processors.stacking import LEAST_KEPT, Counts, Numbers, Parameter, column, counts
+from everystep.processors.base import (
+    Filter,
+    LogitsProcessor,
+    Narrowing,
+    processed_lists,
+    remembers,
+)
+from everystep.processors.stacking import LEAST_KEPT, Argument, Counts, Numbers, column, counts
 from everystep.processors.warpers import but_for_best
-from everystep.types import Rows
+from everystep.types import Rows, Scores
 from everystep.types.batch import places_of
 from everystep.types.stored import stored
 
@@ -33,7 +39,7 @@ class TopNSigma(Filter):
     n: Numbers
     filter_value: float = -math.inf
 
-    per_row = (Parameter("n", POSITIVE, "top_n_sigma"),)
+    per_row = (Argument("n", POSITIVE, "top_n_sigma"),)
 
     def removed(self, scores: Tensor) -> Tensor:
         finite = scores.isfinite()
@@ -45,7 +51,7 @@ class TopNSigma(Filter):
 
 
 @dataclass(frozen=True)
-class DynamicTemperature(LogitsProcessor):
+class DynamicTemperature(LogitsProcessor, Narrowing):
     """scores / T, with T between temperature - spread and temperature + spread by the entropy.
 
     T = low + (high - low) * (H / log n) ** exponent, H the entropy of the n tokens that have a
@@ -57,11 +63,11 @@ class DynamicTemperature(LogitsProcessor):
     exponent: Numbers = 1.0
 
     per_row = (
-        Parameter("temperature", POSITIVE),
-        Parameter("spread", NOT_NEGATIVE, "dynatemp_range"),
-        Parameter("exponent", POSITIVE, "dynatemp_exponent"),
+        Argument("temperature", POSITIVE),
+        Argument("spread", NOT_NEGATIVE, "dynatemp_range"),
+        Argument("exponent", POSITIVE, "dynatemp_exponent"),
     )
-    narrows = True
+    keeps_lists = True
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         middle, spread = column(self.temperature, scores), column(self.spread, scores)
@@ -72,9 +78,12 @@ class DynamicTemperature(LogitsProcessor):
         heat = middle - spread + 2 * spread * share ** column(self.exponent, scores)
         return torch.where(number > 1, scores / heat, scores)
 
+    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
+        return processed_lists(self, rows, scores)
+
 
 @dataclass(frozen=True)
-class Xtc(LogitsProcessor):
+class Xtc(LogitsProcessor, Narrowing):
     """With the given probability, removes all tokens of p >= threshold but the least likely one.
 
     Tokens that equal it stay with it, and all stay where fewer than `min_tokens_to_keep` would be
@@ -88,15 +97,18 @@ class Xtc(LogitsProcessor):
     min_tokens_to_keep: Counts = 1
 
     per_row = (
-        Parameter("probability", FRACTION, "xtc_probability"),
-        Parameter("threshold", FRACTION, "xtc_threshold"),
+        Argument("probability", FRACTION, "xtc_probability"),
+        Argument("threshold", FRACTION, "xtc_threshold"),
         LEAST_KEPT,
     )
-    narrows = True
+    keeps_lists = True
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         strikes = _numbers(rows).to(scores.device) < column(self.probability, scores)
         return scores.masked_fill(self.removed(scores) & strikes, -math.inf)
+
+    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
+        return processed_lists(self, rows, scores)
 
     def removed(self, scores: Tensor) -> Tensor:
         """Return (R, V) bool: what goes where it strikes."""
@@ -154,8 +166,8 @@ class Mirostat(LogitsProcessor):
     min_tokens_to_keep: Counts = 1
 
     per_row = (
-        Parameter("tau", POSITIVE, "mirostat_tau"),
-        Parameter("eta", FRACTION, "mirostat_eta"),
+        Argument("tau", POSITIVE, "mirostat_tau"),
+        Argument("eta", FRACTION, "mirostat_eta"),
         LEAST_KEPT,
     )
 

@@ -1,7 +1,7 @@
-"""Parameters that are one number, or one per row, and instances of a class run as one.
+"""Arguments that are one number, or one per row, and instances of a class run as one.
 
-A processor names the fields that are checked, and those that may be given per row in `per_row`. A
-parameter per row is a tuple, so that processors stay comparable; where it is used it becomes a
+A processor names the fields that are checked, and those that may be given per row in `per_row`. An
+argument per row is a tuple, so that processors stay comparable; where it is used it becomes a
 (R, 1) tensor of the scores' type, in which a number would be rounded in the same way.
 """
 
@@ -24,8 +24,9 @@ Counts = int | tuple[int, ...]
 P = TypeVar("P")
 
 
-class Parameter(NamedTuple):
-    """A field that is checked; errors call it `label`, or by its name, and end with `do`."""
+class Argument(NamedTuple):
+    """A field of a processor that is checked; errors call it `label`, or by its name, and end with
+    `do`."""
 
     name: str
     kind: Kind
@@ -34,27 +35,27 @@ class Parameter(NamedTuple):
     optional: bool = False
 
 
-LEAST_KEPT = Parameter("min_tokens_to_keep", SIZE)
+LEAST_KEPT = Argument("min_tokens_to_keep", SIZE)
 
 
 def admit(processor: Any) -> None:
-    """Let every parameter hold a value of its kind or, if given one per row, a tuple of them.
+    """Every argument holds a value of its kind or, if given one per row, a tuple of them.
 
     Raise RequestError for anything else.
     """
-    for several, parameters in ((True, processor.per_row), (False, processor.checked)):
-        for one in parameters:
+    for several, arguments in ((True, processor.per_row), (False, processor.checked)):
+        for one in arguments:
             given = getattr(processor, one.name)
             if given is not None or not one.optional:
                 object.__setattr__(processor, one.name, _admitted(given, one, several))
 
 
-def _admitted(given: Any, parameter: Parameter, several: bool) -> Any:
-    value, kind = plain(given), parameter.kind
+def _admitted(given: Any, argument: Argument, several: bool) -> Any:
+    value, kind = plain(given), argument.kind
     listed = several and isinstance(value, list | tuple)
     fits = bool(value) and all(map(kind.accepts, value)) if listed else kind.accepts(value)
     wanted = kind.wanted + (", or one per row" if several else "")
-    require(fits, parameter.label or parameter.name, wanted, given, parameter.do)
+    require(fits, argument.label or argument.name, wanted, given, argument.do)
     return tuple(value) if listed else kind.stored(value)
 
 
@@ -72,12 +73,12 @@ def stack_key(processor: Any) -> Hashable:
 
 
 def _names(processor: Any) -> list[str]:
-    """Return what it may have per row; nothing for what is not ours."""
-    return [parameter.name for parameter in getattr(processor, "per_row", ())]
+    """What it may have per row; nothing for what is not ours."""
+    return [argument.name for argument in getattr(processor, "per_row", ())]
 
 
 def _several(processor: Any) -> dict[str, tuple[Any, ...]]:
-    """Return its parameters that are given per row."""
+    """Its arguments that are given per row."""
     values = {name: getattr(processor, name) for name in _names(processor)}
     return {name: value for name, value in values.items() if isinstance(value, tuple)}
 
@@ -93,7 +94,7 @@ def stacked(instances: Sequence[P]) -> P:
 
 
 def varies(processor: object) -> bool:
-    """Return whether it has a parameter per row."""
+    """Whether it has an argument per row."""
     return bool(_several(processor))
 
 
@@ -105,7 +106,7 @@ def at_row(processor: P, row: int, rows: int) -> P:
 
 
 def require_rows(processor: object, rows: int) -> None:
-    """Raise RequestError unless every parameter is one number, or one for each of the rows."""
+    """RequestError unless every argument is one number, or one for each of the rows."""
     for name, value in _several(processor).items():
         if len(value) != rows:
             raise RequestError(
@@ -123,7 +124,7 @@ def _changed(processor: P, values: dict[str, Any]) -> P:
 
 
 def column(value: Numbers, scores: Tensor) -> Any:
-    """Return a number as it is; a parameter per row as (R, 1) in the scores' type and place."""
+    """A number as it is; an argument per row as (R, 1) in the scores' type, where they are."""
     if isinstance(value, tuple):
         return torch.tensor(value, dtype=torch.float64)[:, None].to(scores)
     return value

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from everystep.config.kinds import BETWEEN_0_AND_1, FRACTION, FRACTION_ABOVE_0, POSITIVE, SIZE
 from everystep.draws import weights
-from everystep.processors.base import Filter, LogitsProcessor
+from everystep.processors.base import Filter, LogitsProcessor, Narrowing, processed_lists
 from everystep.processors.best import (
     above,
     best_of,
@@ -28,9 +28,9 @@ from everystep.processors.best import (
 )
 from everystep.processors.stacking import (
     LEAST_KEPT,
+    Argument,
     Counts,
     Numbers,
-    Parameter,
     column,
     counts,
     greatest,
@@ -47,15 +47,14 @@ _TOP_H_TOKENS = 100
 
 
 @dataclass(frozen=True)
-class TemperatureLogitsWarper(LogitsProcessor):
+class TemperatureLogitsWarper(LogitsProcessor, Narrowing):
     """scores / temperature."""
 
     temperature: Numbers
 
-    per_row = (Parameter("temperature", POSITIVE, do="For greedy decoding set do_sample=False"),)
-    ordered = True
-    narrows = True
+    per_row = (Argument("temperature", POSITIVE, do="For greedy decoding set do_sample=False"),)
     reads_ids = False
+    keeps_lists = True
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         return self._divide(scores, None if scores.requires_grad else torch.empty_like(scores))
@@ -87,19 +86,20 @@ class TopKLogitsWarper(Filter):
     filter_value: float = -math.inf
     min_tokens_to_keep: Counts = 1
 
-    per_row = (Parameter("top_k", SIZE), LEAST_KEPT)
+    per_row = (Argument("top_k", SIZE), LEAST_KEPT)
 
     def removed(self, scores: Tensor) -> Tensor:
         return scores < _kth_highest(scores, self._number)
 
     @property
     def best(self) -> int:
-        """One more than it keeps, which shows whether a tie goes on."""
+        """How many of the best scores of a row decide what it leaves: one more than it keeps, which
+        shows whether a tie goes on."""
         return 1 + greatest(self._number)
 
     def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
         known = scores.tokens is not None or is_wide(scores.values)
-        return best_of(scores, self._number, temperature) if self.narrows and known else None
+        return best_of(scores, self._number, temperature) if self.keeps_lists and known else None
 
     @property
     def _number(self) -> Counts:
@@ -118,7 +118,7 @@ class TopPLogitsWarper(Filter):
     filter_value: float = -math.inf
     min_tokens_to_keep: Counts = 1
 
-    per_row = (Parameter("top_p", FRACTION), LEAST_KEPT)
+    per_row = (Argument("top_p", FRACTION), LEAST_KEPT)
 
     def removed(self, scores: Tensor) -> Tensor:
         top_p = self.top_p
@@ -162,7 +162,7 @@ class TopHLogitsWarper(Filter):
     top_h: Numbers
     filter_value: float = -math.inf
 
-    per_row = (Parameter("top_h", FRACTION_ABOVE_0),)
+    per_row = (Argument("top_h", FRACTION_ABOVE_0),)
 
     def removed(self, scores: Tensor) -> Tensor:
         best, tokens = torch.topk(scores, min(_TOP_H_TOKENS, scores.shape[-1]), dim=-1)
@@ -182,7 +182,7 @@ class MinPLogitsWarper(Filter):
     filter_value: float = -math.inf
     min_tokens_to_keep: Counts = 1
 
-    per_row = (Parameter("min_p", FRACTION), LEAST_KEPT)
+    per_row = (Argument("min_p", FRACTION), LEAST_KEPT)
 
     def removed(self, scores: Tensor) -> Tensor:
         p = torch.softmax(scores, dim=-1)
@@ -215,7 +215,7 @@ class TypicalLogitsWarper(Filter):
     filter_value: float = -math.inf
     min_tokens_to_keep: Counts = 1
 
-    per_row = (Parameter("mass", BETWEEN_0_AND_1, "typical_p"), LEAST_KEPT)
+    per_row = (Argument("mass", BETWEEN_0_AND_1, "typical_p"), LEAST_KEPT)
 
     def removed(self, scores: Tensor) -> Tensor:
         logs = torch.log_softmax(scores, dim=-1)
@@ -236,7 +236,7 @@ class EpsilonLogitsWarper(Filter):
     filter_value: float = -math.inf
     min_tokens_to_keep: Counts = 1
 
-    per_row = (Parameter("epsilon", BETWEEN_0_AND_1, "epsilon_cutoff"), LEAST_KEPT)
+    per_row = (Argument("epsilon", BETWEEN_0_AND_1, "epsilon_cutoff"), LEAST_KEPT)
 
     def removed(self, scores: Tensor) -> Tensor:
         low = scores.softmax(dim=-1) < column(self.epsilon, scores)
@@ -252,7 +252,7 @@ class EtaLogitsWarper(Filter):
     min_tokens_to_keep: Counts = 1
     device: InitVar[str] = "cpu"
 
-    per_row = (Parameter("epsilon", BETWEEN_0_AND_1, "eta_cutoff"), LEAST_KEPT)
+    per_row = (Argument("epsilon", BETWEEN_0_AND_1, "eta_cutoff"), LEAST_KEPT)
 
     def removed(self, scores: Tensor) -> Tensor:
         logs = _normalised(scores)
@@ -264,14 +264,17 @@ class EtaLogitsWarper(Filter):
 
 
 @dataclass(frozen=True)
-class LogitNormalization(LogitsProcessor):
+class LogitNormalization(LogitsProcessor, Narrowing):
     """log-softmax."""
 
-    narrows = True
     reads_ids = False
+    keeps_lists = True
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         return scores.log_softmax(dim=-1)
+
+    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
+        return processed_lists(self, rows, scores)
 
 
 def _normalised(scores: Tensor) -> Tensor:

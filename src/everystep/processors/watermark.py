@@ -20,9 +20,9 @@ from torch import Tensor
 from everystep.config.kinds import BETWEEN_0_AND_1, NUMBER, SIZE, integer, one_of
 from everystep.config.nested import WatermarkingConfig
 from everystep.errors import RequestError, shown
-from everystep.processors.base import LogitsProcessor
+from everystep.processors.base import Overwriting
 from everystep.processors.edits import Edit, places
-from everystep.processors.stacking import Parameter
+from everystep.processors.stacking import Argument
 from everystep.types import Rows
 
 _REMEMBERED_BYTES = 2**26  # of lists of one vocabulary, at an eighth of a byte per id
@@ -112,7 +112,7 @@ _CANDIDATES = 40
 
 
 @dataclass(frozen=True)
-class WatermarkLogitsProcessor(LogitsProcessor):
+class WatermarkLogitsProcessor(Overwriting):
     """Green ids gain `bias`; the last `context_width` ids decide which are green.
 
     "lefthash": the last id seeds one list for all. "selfhash": each of the 40 best ids seeds its
@@ -129,12 +129,12 @@ class WatermarkLogitsProcessor(LogitsProcessor):
     context_width: int = 1
 
     checked = (
-        Parameter("vocab_size", SIZE),
-        Parameter("greenlist_ratio", BETWEEN_0_AND_1),
-        Parameter("bias", NUMBER),
-        Parameter("hashing_key", integer()),
-        Parameter("seeding_scheme", one_of("lefthash", "selfhash")),
-        Parameter("context_width", SIZE),
+        Argument("vocab_size", SIZE),
+        Argument("greenlist_ratio", BETWEEN_0_AND_1),
+        Argument("bias", NUMBER),
+        Argument("hashing_key", integer()),
+        Argument("seeding_scheme", one_of("lefthash", "selfhash")),
+        Argument("context_width", SIZE),
     )
 
     @property

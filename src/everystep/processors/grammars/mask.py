@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError
-from everystep.processors.base import LogitsProcessor, remembers
+from everystep.processors.base import Narrowing, Overwriting, remembers
 from everystep.processors.best import is_wide
 from everystep.processors.grammars.grammar import Grammar, GrammarPlace, tokens_in
 from everystep.processors.stacking import Numbers, column
@@ -26,7 +26,7 @@ _KEY = "grammar"
 
 
 @dataclass(frozen=True)
-class GrammarMask(LogitsProcessor):
+class GrammarMask(Overwriting, Narrowing):
     """Only what goes on with a text of the grammar may follow, and `ends` where one is complete.
 
     `source`: the grammar as text, by which a saved run knows it. Ids before the first generated one
@@ -38,8 +38,7 @@ class GrammarMask(LogitsProcessor):
     ends: tuple[int, ...]
     source: str = field(init=False, compare=False)
 
-    narrows = True
-    decides = True
+    keeps_lists = True
 
     def __post_init__(self) -> None:
         source = self.grammar.source

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from everystep.engine import engine, feed, second, sequels, snapshot
+from everystep.engine import engine, feed, hooks, second, sequels, snapshot
 from everystep.engine.choices import Choices
 from everystep.strategies import single
 from everystep.types import Children, Extra, Group, Hooked, Sequence, TokenTable
@@ -75,7 +75,8 @@ _true_extra = feed.Feeds._extra
 @mutant("want that switches a neighbour", (feed.Feeds, "_extra"))
 def _everybody_wants_what_one_does(feeds: feed.Feeds, *given: Any, **named: Any) -> Extra | None:
     extra = _true_extra(feeds, *given, **named)
-    return next(iter(feeds.extras.values()), None) if extra is None else extra
+    others = [one.extra for one in feeds.made if one.extra is not None]
+    return extra or next(iter(others), None)
 
 
 _true_resume = snapshot.resume
@@ -109,7 +110,7 @@ def _the_newest_memory(hooked: Hooked, position: int) -> tuple[Any, ...]:
     return hooked.memories
 
 
-@hook_mutant("drafts taken whatever they were given", (sequels, "_equal"))
+@hook_mutant("drafts taken whatever they were given", (hooks, "_equal"))
 def _whatever_was_given(one: Any, other: Any) -> bool:
     return True
 

@@ -26,6 +26,8 @@ from everystep.engine import (
     PromptLookup,
     audit,
 )
+from everystep.engine.amateurs import Amateurs
+from everystep.engine.drafting import Drafters
 from everystep.errors import EverystepError
 from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Beam, Contrastive, Greedy, Sample
@@ -160,14 +162,16 @@ def test_every_strategy_is_its_textbook(strategy: Any, drafter: Any) -> None:
     book = generate(own, HashFunction(SIZE, 4))
     assert [one.tokens for one in run.results["a"]] == [one.tokens for one in book]
     assert run.results["a"] == run.results["b"]
-    assert run.engine.amateurs.held() == 0
+    assert run.engine.guests.held() == 0
 
 
 def test_equal_amateurs_read_all_rows_at_once() -> None:
     one = request(Sample(2))
     same = [replace(one, request_id=name) for name in ("a", "b", "c")]
     run = run_together(same, HashExecutor(SIZE))
-    (rows,) = run.engine.amateurs.at_work.values()
+    amateurs = run.engine.guests.find(Amateurs)
+    assert amateurs is not None
+    (rows,) = amateurs.at_work.values()
     assert rows.executor.counts["forwards"] <= run.engine.counts.forwards  # type: ignore[attr-defined]
 
 
@@ -179,7 +183,7 @@ def test_a_preempted_group_is_read_again_and_a_cancelled_one_leaves_nothing() ->
     for _ in range(4):
         engine.step()
     engine.preempt(group)
-    assert engine.amateurs.held() == 3
+    assert engine.guests.held() == 3
     engine.step()
     audit(engine)
     engine.cancel(other)
@@ -187,7 +191,7 @@ def test_a_preempted_group_is_read_again_and_a_cancelled_one_leaves_nothing() ->
         engine.step()
     found = [done.tokens.tolist() for done in own.strategy.finish(group)]
     assert found == [[*one.tokens] for one in wanted]
-    assert engine.amateurs.held() == 0
+    assert engine.guests.held() == 0
     audit(engine)
 
 
@@ -263,13 +267,15 @@ def test_of_many_amateurs_and_drafters_those_go_that_nobody_uses() -> None:
         engine.submit(own(name))
     while engine.pending:
         engine.step()
-    assert len(engine.amateurs.at_work) == len(engine.drafters.at_work) == 40
+    amateurs, drafters = engine.guests.find(Amateurs), engine.guests.find(Drafters)
+    assert amateurs is not None and drafters is not None
+    assert len(amateurs.at_work) == len(drafters.at_work) == 40
     group = engine.submit(last)  # it holds no rows yet
     while engine.pending:
         engine.step()
         audit(engine)
-    assert [*engine.amateurs.at_work] == [last.readout]
-    assert [*engine.drafters.at_work] == [last.drafter]
+    assert [*amateurs.at_work] == [last.readout]
+    assert [*drafters.at_work] == [last.drafter]
     found = [tuple(done.tokens.tolist()) for done in last.strategy.finish(group)]
     assert found == [one.tokens for one in generate(last, HashFunction(SIZE, 4))]
 

@@ -64,8 +64,7 @@ def request(number: int, drafter: Drafter | None, **more: Any) -> Request:
 
 def seconds(machine: Machine, drafter: Drafter | None, rows: int) -> tuple[float, Engine, Any]:
     """How long it takes, the engine, and what came out."""
-    engine = Engine(Timed(machine, 1.0, 0.05), Lockstep())
-    engine.drafters.lengths.costs.clock = machine.clock
+    engine = Engine(Timed(machine, 1.0, 0.05), Lockstep(), clock=machine.clock)
     going, begin = Drive(engine), machine.now
     for number in range(rows):
         going.submit(request(number, drafter))
@@ -93,7 +92,7 @@ def test_drafts_never_cost_more_than_they_gain(rows: int, price: float, dim: int
     always, _, _ = seconds(machine, DraftModel(opened, 8), rows)
     assert found == wanted
     assert drafted < plain / 0.97
-    gained = engine.drafters.lengths.costs.gained_seconds
+    gained = engine.gained_seconds
     assert abs(plain - drafted - gained) < 0.05 * plain
     if dim == EMBED_DIM and price < 0.1:
         assert drafted < plain / 2  # and nearly as fast as drafting always
@@ -268,8 +267,7 @@ def test_a_record_fades() -> None:
 def test_neighbours_come_and_go() -> None:
     machine = Machine()
     drafter = DraftModel(partial(Timed, machine, 0.02, 0.0), 6, "costs")
-    engine = Engine(Timed(machine, 1.0, 0.05), Continuous(64, 4))
-    engine.drafters.lengths.costs.clock = machine.clock
+    engine = Engine(Timed(machine, 1.0, 0.05), Continuous(64, 4), clock=machine.clock)
     going = Drive(engine)
     for number in range(6):
         going.submit(request(number, drafter if number % 3 else None))

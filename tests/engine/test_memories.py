@@ -146,8 +146,8 @@ def drafters_hold_no_row_too_many() -> None:
     while run.engine.pending:
         run.step()
         audit(run.engine)
-        most = max(most, run.engine.drafters.held())
-    assert most > 0 and run.engine.drafters.held() == 0
+        most = max(most, run.engine.guests.held())
+    assert most > 0 and run.engine.guests.held() == 0
 
 
 # --- wants ----------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def test_no_row_is_copied_without_need(seed: int, monkeypatch: pytest.MonkeyPatc
     def forked(sequence: Sequence, feeds: Feeds) -> None:
         """Every alternative that is fed has forks of its own."""
         fork_rows(sequence, feeds)
-        copies = feeds.alternatives.get(id(sequence), ())
+        copies = feeds.added_to(sequence).alternatives
         needed.append(sum(len(one.units) for one in copies))
 
     monkeypatch.setattr(drafting, "fork_rows", forked)

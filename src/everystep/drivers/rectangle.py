@@ -150,7 +150,7 @@ def _run(model: Subject, call: Call, delivery: Delivery | None, passed: Any) -> 
         out.past_key_values = own.to_legacy_cache()
     out.timings = timings
     if call.requests[0].drafter is not None:
-        counts, gained = engine.counts, engine.drafters.lengths.costs.gained_seconds
+        counts, gained = engine.counts, engine.gained_seconds
         out.speculation = {"drafted": counts.drafted, "accepted": counts.accepted}
         out.speculation["gained_seconds"] = gained
     return out

@@ -12,14 +12,10 @@ goes on, the one whose draft was right for longest; the step drops the rest.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from everystep.engine.apply import Change, forget, release, sprout
+from everystep.engine.feed import Feeds, fed
 from everystep.engine.ledger import Ledger
 from everystep.types import Companion, Group, Sequence, TokenTable
-
-if TYPE_CHECKING:
-    from everystep.engine.feed import Feeds
 
 
 def drafts_at_most(group: Group, sequence: Sequence) -> int:
@@ -42,44 +38,38 @@ def alternative(sequence: Sequence, feeds: Feeds) -> Sequence:
     copy = sprout(sequence, feeds.table.fork(sequence.line, sequence.visible), sequence.lineage)
     copy.companions = tuple(Companion(one.prompt) for one in sequence.companions)
     copy.row = None
-    feeds.alternatives.setdefault(id(sequence), []).append(copy)
+    feeds.adding(sequence).alternatives.append(copy)
     return copy
 
 
 def fork_rows(sequence: Sequence, feeds: Feeds) -> None:
     """The alternatives of a sequence that have a draft hold what it holds; others are dropped."""
-    drafted = []
-    for copy in feeds.alternatives.pop(id(sequence), ()):
-        if id(copy) not in feeds.drafts:
+    copies, drafted = feeds.added_to(sequence).alternatives, list[Sequence]()
+    for copy in copies:
+        if not len(feeds.added_to(copy).draft):
             _drop(copy, feeds.table, feeds.ledger)
             continue
         for unit, source in zip(copy.units, sequence.units, strict=True):
             assert source.row is not None, "see drafts_at_most"
             unit.row, unit.cached = feeds.ledger.fork(source.row), source.cached
         drafted.append(copy)
-    if drafted:
-        feeds.alternatives[id(sequence)] = drafted
-
-
-def fed(group: Group, feeds: Feeds) -> list[Sequence]:
-    """The sequences of a group, each followed by its alternatives."""
-    if not feeds.alternatives:
-        return group.live
-    return [one for s in group.live for one in (s, *feeds.alternatives.get(id(s), ()))]
+    if copies:
+        feeds.adding(sequence).alternatives = drafted
 
 
 def drop_alternatives(groups: list[Group], feeds: Feeds) -> None:
     """The groups have none any more, in a step that they do not take."""
     for sequence in [s for group in groups for s in group.live]:
-        for copy in feeds.alternatives.pop(id(sequence), ()):
-            feeds.drafts.pop(id(copy), None)
+        added = feeds.added.pop(id(sequence), None)
+        for copy in added.alternatives if added is not None else ():
+            feeds.added.pop(id(copy), None)
             forget(copy)
             _drop(copy, feeds.table, feeds.ledger)
 
 
 def drop_outdone(change: Change, feeds: Feeds) -> None:
     """What was fed for a group and does not go on holds nothing any more."""
-    if not feeds.alternatives:
+    if not feeds.added:
         return
     settled = {sequence.line for sequence in change.after.live} | {*change.closed}
     for one in fed(change.group, feeds):

@@ -15,15 +15,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from everystep.engine.alternatives import fed
-from everystep.engine.apart import Failed, together_or_apart, unused
 from everystep.engine.apply import forget
-from everystep.engine.feed import Feeds, write_draft
+from everystep.engine.feed import Feeds, Grant, fed, write_draft
+from everystep.engine.guests import Failed, Host, together_or_apart, unused
 from everystep.engine.second import SecondModel
 from everystep.errors import RequestError
 from everystep.executors.base import Executor
 from everystep.processors.guidance import contrasted
-from everystep.types import Group
+from everystep.types import Group, Request
 from everystep.types.protocols import Readout
 
 
@@ -48,13 +47,15 @@ class Contrast:
 
 @dataclass(slots=True)
 class Amateurs:
-    """The amateurs at work for an engine, by the readout that each serves."""
+    """The amateurs at work for an engine, by the readout that each serves: a guest."""
 
+    host: Host
     at_work: dict[Readout, SecondModel] = field(default_factory=dict)
 
-    def open(self, readout: Readout | None, vocabulary: int) -> None:
-        """What the readout reads beside is at work; RequestError where its vocabulary is
+    def open(self, request: Request) -> None:
+        """Let the amateur of the request's readout work; RequestError where its vocabulary is
         another."""
+        readout, vocabulary = request.readout, self.host.executor.vocab_size
         if not isinstance(readout, Contrast) or readout in self.at_work:
             return
         amateur = SecondModel(readout.open())
@@ -67,11 +68,9 @@ class Amateurs:
             )
         self.at_work[readout] = amateur
 
-    def read(self, feeds: Feeds, groups: list[Group]) -> Failed:
-        """The feeds have the logits that the amateurs of choosing groups give; returns those whose
-        amateur fails. `groups`: all that are not over."""
-        if not self.at_work:
-            return []
+    def before(self, grants: list[Grant], feeds: Feeds, groups: list[Group]) -> Failed:
+        """Add the logits that the amateurs of choosing groups give; return those whose amateur
+        fails."""
         for idle in unused(self.at_work, [group.request.readout for group in groups]):
             del self.at_work[idle]
         using: dict[Readout, list[Group]] = {}
@@ -95,7 +94,8 @@ class Amateurs:
             lines.append(feeds.table.data[sequence.line, row.skips : sequence.visible + drafted])
             wanted.append(1 + drafted)
         logits = torch.split(amateur.logits(rows, lines, wanted), wanted)
-        feeds.beside.update(zip(map(id, sequences), logits, strict=True))
+        for sequence, own_logits in zip(sequences, logits, strict=True):
+            feeds.adding(sequence).beside = own_logits
 
     def _restart(self, readout: Readout, groups: list[Group], feeds: Feeds) -> None:
         """Makes the amateur and the sequences that it reads drop everything."""
@@ -105,10 +105,14 @@ class Amateurs:
                     forget(sequence)
         self.at_work[readout].restart()
 
+    def after(self, feeds: Feeds) -> None:
+        """Note nothing: an amateur learns nothing of choices."""
+
     def restart(self) -> None:
+        """Let every amateur drop what it holds for sequences."""
         for amateur in self.at_work.values():
             amateur.restart()
 
     def held(self) -> int:
-        """How many cache rows they hold."""
+        """Count the cache rows that amateurs hold."""
         return sum(amateur.held() for amateur in self.at_work.values())

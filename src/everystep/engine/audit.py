@@ -28,8 +28,8 @@ def audit(engine: Engine) -> None:
     _require(len(lines) == engine.table.open_lines, "a line of the token table is leaked", lines)
     _require(set(held) == engine.ledger.held, "the ledger and the holders differ", held)
     memories = [value for s in live for value in s.memo.values() if hasattr(value, "release")]
-    own = engine.drafters.held() + engine.amateurs.held()
-    _require(own == len(memories), "a drafter's or an amateur's row is leaked or shared", own)
+    own = engine.guests.held()
+    _require(own == len(memories), "a guest's row is leaked or shared", own)
     stored = engine.executor.audit()
     _require(stored == held, "the executor's rows and the holders differ", stored)
 

@@ -188,7 +188,7 @@ def score(
     rows = layout.fed_rows(feeds)
     logits, given = _read(groups, rows, output, feeds)
     beside = [_take(output.logits, one) for one in rows[1:]]
-    if id(layout.sources[0]) in feeds.beside:
+    if feeds.added_to(layout.sources[0]).beside is not None:
         beside.append(_amateurs(layout, feeds))
     early = _early(layout, output, feeds)
     scores = mixed(request, given, beside, early)
@@ -239,14 +239,14 @@ def _batch(
 
 def _amateurs(layout: Layout, feeds: Feeds) -> Tensor:
     """(R, V) logits of another model, in the order of the rows."""
-    pairs = zip(layout.owner, layout.place, strict=True)
-    return torch.stack([feeds.beside[id(layout.sources[s])][i] for s, i in pairs])
+    said = [cast(Tensor, feeds.added_to(source).beside) for source in layout.sources]
+    return torch.stack([said[s][i] for s, i in zip(layout.owner, layout.place, strict=True)])
 
 
 def _offered(layout: Layout, scores: Scores, batch: Batch, feeds: Feeds) -> Scores:
     """What drafts that are accepted by chance leave of the scores."""
     requests = [sequence.request for sequence in layout.sequences]
-    drawn = [feeds.drawn_from.get(id(source)) for source in layout.sources]
+    drawn = [feeds.added_to(source).drawn_from for source in layout.sources]
     return judged(scores, batch, [*zip(requests, layout.first, layout.drafts, drawn, strict=True)])
 
 

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.engine.alternatives import drop_outdone, fed
+from everystep.engine.alternatives import drop_outdone
 from everystep.engine.apply import Change, abandoned, changes, forget
 from everystep.engine.batches import History, Scored, score
-from everystep.engine.feed import Feeds
+from everystep.engine.counts import Counts
+from everystep.engine.feed import Feeds, fed
 from everystep.engine.ledger import Ledger
 from everystep.engine.lengths import note_drafts
 from everystep.engine.logprobs import note_choices, with_prompt
@@ -32,28 +33,6 @@ from everystep.types import (
     StepOutput,
     TokenTable,
 )
-
-
-@dataclass(slots=True)
-class Counts:
-    """What the engine has done so far; deterministic, so that tests can check it.
-
-    `forked`: positions that were not fed because another row held them. `alternatives`: how often a
-    sequence went on with another draft than its first.
-    """
-
-    steps: int = 0
-    forwards: int = 0
-    fed: int = 0
-    forked: int = 0
-    chunks: int = 0
-    syncs: int = 0
-    preemptions: int = 0
-    preemptions_in_decode: int = 0
-    long_children: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    alternatives: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,7 +168,7 @@ class Choices:
             f = self.feeds.feed_of[id(source)]
             answer = self.output.answers.get(f)
             if answer is not None and (answer.layers or answer.attentions):
-                yield s, (self.feeds.starts[f], answer)
+                yield s, (self.feeds.made[f].start, answer)
 
 
 def failed(

@@ -20,43 +20,46 @@ from everystep.engine.alternatives import (
     drop_alternatives,
     fork_rows,
 )
-from everystep.engine.apart import Failed, together_or_apart, unused
 from everystep.engine.apply import forget
-from everystep.engine.feed import Feeds
-from everystep.engine.lengths import Lengths, note_reading
-from everystep.types import Group, Sequence
+from everystep.engine.feed import Feeds, Grant
+from everystep.engine.guests import Failed, Host, together_or_apart, unused
+from everystep.engine.lengths import Costs, Lengths, note_reading
+from everystep.types import Group, Request, Sequence
 from everystep.types.protocols import Asked, Drafter, Drafting
 
 
 @dataclass(slots=True)
 class Drafters:
-    """The drafters at work for an engine, by the value that each was started from.
+    """The drafters at work for an engine, by the value that each was started from: a guest.
 
     Of the step that goes on, `choosing`: how many sequences choose, 0 where no drafter is asked;
     and where one is, `drafting_seconds`: what drafting took; `since`: when it was over; `accepted`:
     how many drafted ids the engine had accepted before.
     """
 
+    host: Host
+    lengths: Lengths
     at_work: dict[Drafter, Drafting] = field(default_factory=dict)
-    vocabulary: int = 0
-    lengths: Lengths = field(default_factory=Lengths)
     drafting_seconds: float = 0.0
     since: float = 0.0
     choosing: int = 0
     accepted: int = 0
 
-    def open(self, drafter: Drafter | None, vocabulary: int) -> None:
-        """The drafter is at work; RequestError if it cannot draft for such a vocabulary."""
-        self.vocabulary = vocabulary
-        if drafter is not None and drafter not in self.at_work:
-            self.at_work[drafter] = drafter.start(vocabulary)
+    @classmethod
+    def of(cls, host: Host) -> Drafters:
+        """Make the guest of an engine, at which no drafter works yet."""
+        return cls(host, Lengths(Costs(host.clock)))
 
-    def propose(self, feeds: Feeds, groups: list[Group], accepted: int) -> Failed:
-        """The feeds of groups that choose hold the ids that may follow their sequences; returns
-        those whose drafter fails. `groups`: all that are not over."""
+    def open(self, request: Request) -> None:
+        """Let the request's drafter work; RequestError if it cannot draft for the vocabulary."""
+        drafter = request.drafter
+        if drafter is not None and drafter not in self.at_work:
+            self.at_work[drafter] = drafter.start(self.host.executor.vocab_size)
+
+    def before(self, grants: list[Grant], feeds: Feeds, groups: list[Group]) -> Failed:
+        """Add the ids that may follow the sequences of groups that choose; return those whose
+        drafter fails."""
         self.choosing = 0
-        if not self.at_work:
-            return []
         for drafter in unused(self.at_work, [group.request.drafter for group in groups]):
             del self.at_work[drafter]
             self.lengths.forget(drafter)
@@ -68,7 +71,8 @@ class Drafters:
             return []
         clock = self.lengths.costs.clock
         begin = clock()
-        self.accepted, self.choosing = accepted, sum(len(group.live) for group in feeds.ready)
+        self.accepted = self.host.counts.accepted
+        self.choosing = sum(len(group.live) for group in feeds.ready)
         rows = sum(len(one.units) for group in feeds.ready for one in group.live)
         failed: Failed = []
         for drafter, own in using.items():
@@ -80,25 +84,26 @@ class Drafters:
         self.drafting_seconds = self.since - begin
         return failed
 
-    def note_step(self, feeds: Feeds, accepted: int) -> None:
-        """What the step that is over has cost, and what its drafts have gained."""
+    def after(self, feeds: Feeds) -> None:
+        """Note what the step has cost, and what its drafts have gained."""
         if not self.choosing:
             return
-        positions, costs = sum(feeds.counts), self.lengths.costs
-        if not positions or sum(feeds.logits) != positions:
+        positions, costs = sum([one.count for one in feeds.made]), self.lengths.costs
+        if not positions or sum([one.logits for one in feeds.made]) != positions:
             return  # positions of prompts cost less, as nobody reads their logits
-        extra = (accepted - self.accepted) / self.choosing
-        copies = sum(len(one.units) for own in feeds.alternatives.values() for one in own)
+        extra = (self.host.counts.accepted - self.accepted) / self.choosing
+        copies = [one for added in feeds.added.values() for one in added.alternatives]
         times = costs.clock() - self.since, self.drafting_seconds
-        plain = len(feeds.counts) - copies
+        plain = len(feeds.made) - sum([len(one.units) for one in copies])
         costs.note_step(positions, plain, extra, *times)
 
     def restart(self) -> None:
+        """Let every drafter drop what it holds for sequences."""
         for drafting in self.at_work.values():
             drafting.restart()
 
     def held(self) -> int:
-        """How many cache rows they hold."""
+        """Count the cache rows that drafters hold."""
         return sum(drafting.held() for drafting in self.at_work.values())
 
     def _ask(self, drafter: Drafter, feeds: Feeds, rows: int, groups: list[Group]) -> None:
@@ -127,15 +132,15 @@ class Drafters:
         for (sequence, most, _), draft in zip(asked, proposed, strict=True):
             ids = self._known(draft.ids[:most])
             if len(ids):
-                feeds.drafts[id(sequence)] = ids
-                if draft.scores is not None:
-                    feeds.drawn_from[id(sequence)] = draft.scores[: len(ids)]
+                added = feeds.adding(sequence)
+                added.draft = ids
+                added.drawn_from = None if draft.scores is None else draft.scores[: len(ids)]
         for sequence in sequences:
             fork_rows(sequence, feeds)
 
     def _known(self, draft: np.ndarray) -> np.ndarray:
         """The draft up to the first id beyond the vocabulary, as prompts may hold them."""
-        beyond = np.flatnonzero(draft >= self.vocabulary)
+        beyond = np.flatnonzero(draft >= self.host.executor.vocab_size)
         return draft[: beyond[0]] if len(beyond) else draft
 
     def _restart(self, drafter: Drafter, groups: list[Group], feeds: Feeds) -> None:

@@ -15,6 +15,7 @@ next call first brings rows and memories up to date.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import repeat
@@ -23,14 +24,16 @@ from typing import cast
 import torch
 
 from everystep.engine.alternatives import drop_alternatives
-from everystep.engine.amateurs import Amateurs
+from everystep.engine.amateurs import Amateurs, Contrast
 from everystep.engine.apply import Change, abandoned, drop_rows, release
 from everystep.engine.batches import History, best_needed
-from everystep.engine.choices import Choices, Commit, Counts, StepRecord, failed
+from everystep.engine.choices import Choices, Commit, StepRecord, failed
+from everystep.engine.counts import Counts
 from everystep.engine.drafting import Drafters
 from everystep.engine.events import last_events, settled_events
 from everystep.engine.feed import Feeds, Grant, columns_of, feed, note_hidden, regroup
 from everystep.engine.given import require_fitting
+from everystep.engine.guests import Clock, Guests, Host, Kind
 from everystep.engine.hooks import Hooking, require_known_gifts
 from everystep.engine.ledger import Ledger
 from everystep.engine.prefixes import Prefixes, Room
@@ -52,6 +55,12 @@ from everystep.types import (
 )
 
 Observer = Callable[[StepRecord], None]
+# Ids are drafted first: what reads feeds and gives for them beside reads and gives for drafts too.
+GUESTS = (
+    Kind(lambda request: request.drafter is not None, Drafters.of),
+    Kind(lambda request: isinstance(request.readout, Contrast), Amateurs),
+    Kind(lambda request: bool(request.hooks), Hooking),
+)
 
 
 class Engine:
@@ -67,6 +76,7 @@ class Engine:
         observers: Iterable[Observer] = (),
         *,
         early: bool = True,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -75,14 +85,12 @@ class Engine:
         self.table = TokenTable()
         self.ledger = Ledger()
         self.counts = Counts()
-        self.drafters = Drafters()
-        self.amateurs = Amateurs()
+        self.guests = Guests(Host(executor, self.counts, clock), GUESTS)
         self._cuts = "cut" in executor.abilities
         self.prefixes = Prefixes(
             scheduler.reuse, self.table, self.ledger, executor.inputs, cuts=self._cuts
         )
         self.ledger.keep = self.prefixes.keep
-        self._hooking = Hooking(executor)
         # Observers get whole rows.
         self._reports_best = "best" in executor.abilities and not self.observers
         self._submitted = 0
@@ -98,6 +106,13 @@ class Engine:
     def pending(self) -> bool:
         """Whether any request is not over, or anything is still to be reported."""
         return bool(self.scheduler.groups or self._outbox or self._commit)
+
+    @property
+    def gained_seconds(self) -> float:
+        """The seconds that drafts have saved, going by what steps and drafts were measured to
+        cost."""
+        drafters = self.guests.find(Drafters)
+        return 0.0 if drafters is None else drafters.lengths.costs.gained_seconds
 
     def submit(self, request: Request) -> Group:
         """The request waits for its first step; refused if the executor lacks what it needs."""
@@ -121,8 +136,7 @@ class Engine:
                 do="Choose another executor, or leave out the option that needs it",
             )
         require_fitting(request, self.executor.inputs)
-        self.drafters.open(request.drafter, self.executor.vocab_size)
-        self.amateurs.open(request.readout, self.executor.vocab_size)
+        self.guests.open(request)
         best = best_needed(request, self.executor.vocab_size) if self._reports_best else 0
         return Group(request, rank, best=best)
 
@@ -230,8 +244,7 @@ class Engine:
                 sequence.forget()
                 for unit in sequence.units:
                     unit.lose_row()
-            self.drafters.restart()
-            self.amateurs.restart()
+            self.guests.restart()
             self.prefixes.forget()
             self.ledger.restart(self.executor.audit())
             self.table.keep({sequence.line for sequence in live})
@@ -245,11 +258,7 @@ class Engine:
         self.prefixes.shrink(self.scheduler.room)
         feeds = self._feeds()
         feeds.ready = [grant.group for grant in grants if grant.chooses(self.table)]
-        broken = self.drafters.propose(feeds, self.scheduler.groups, self.counts.accepted)
-        if not broken:
-            broken = self.amateurs.read(feeds, self.scheduler.groups)
-        if not broken and any(grant.group.request.hooks for grant in grants):
-            broken = self._hooking.ask(grants, feeds)
+        broken = self.guests.before(grants, feeds, self.scheduler.groups)
         if broken:
             drop_alternatives(feeds.ready, feeds)
             ended = [failed([group], error, self.table, self.ledger) for group, error in broken]
@@ -267,7 +276,7 @@ class Engine:
         )
         choices.make()
         self._end(choices.changes, choices)
-        self.drafters.note_step(feeds, self.counts.accepted)
+        self.guests.after(feeds)
 
     def _join(self, group: Group, running: list[Group], room: Room) -> bool:
         """Whether the group may feed; it holds what it found in the rows of others."""
@@ -296,7 +305,7 @@ class Engine:
         return grants
 
     def _feeds(self) -> Feeds:
-        return Feeds(self.table, self.ledger, self.executor.inputs, self._hooking)
+        return Feeds(self.table, self.ledger, self.executor.inputs)
 
     def _run(self, feeds: Feeds, groups: list[Group]) -> StepOutput | None:
         """What the executor answers. If it fails, the group that broke it is found by feeding one
@@ -321,7 +330,7 @@ class Engine:
             self._suspects = [one for one in self._suspects if one not in feeds.ready]
         self.counts.steps += 1
         self.counts.chunks += feeds.chunks
-        self.counts.drafted += sum(map(len, feeds.drafts.values()))
+        self.counts.drafted += feeds.drafted
         return output
 
     # --- the second half --------------------------------------------------------------------------

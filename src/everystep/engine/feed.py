@@ -13,14 +13,13 @@ What sequences share that lost their rows, to a preemption or a broken step, is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import numpy as np
 from torch import Tensor
 
-from everystep.engine.alternatives import fed
 from everystep.engine.given import Span, overlaid
 from everystep.engine.ledger import Ledger
 from everystep.engine.logprobs import prompt_rows
@@ -32,6 +31,7 @@ from everystep.types import (
     Extra,
     Given,
     Group,
+    Hooked,
     InputSpec,
     Prompt,
     Sequence,
@@ -40,9 +40,6 @@ from everystep.types import (
     Work,
 )
 from everystep.types.table import common_length
-
-if TYPE_CHECKING:
-    from everystep.engine.hooks import Hooking
 
 NO_IDS = np.empty(0, dtype=np.int64)
 Missing = list[tuple[Sequence | Companion, Prompt, Sequence, int]]
@@ -69,52 +66,85 @@ class Grant(NamedTuple):
         return self.group.pending <= self.tokens and not self.owes(table)
 
 
+class Feed(NamedTuple):
+    """Positions of one row that go through the model in this step, and what is wanted of them."""
+
+    row: int
+    start: int
+    count: int
+    logits: int
+    best: int
+    tokens: np.ndarray
+    extra: Extra | None
+
+
+@dataclass(slots=True, eq=False)
+class Added:
+    """What guests add to the feed of one sequence.
+
+    `draft`: ids (n,) that follow its own; `drawn_from`: the scores (n, V) that they were drawn
+    from, if they were. `alternatives`: copies of the sequence with other drafts. `given`: inputs of
+    its positions. `agrees(place, state)`: whether the position after so many drafted tokens was
+    given what hooks in this state give. `beside`: (1 + n, V) what another model says of the rows of
+    its choice.
+    """
+
+    draft: np.ndarray = field(default_factory=lambda: NO_IDS)
+    drawn_from: Tensor | None = None
+    alternatives: list[Sequence] = field(default_factory=list)
+    given: tuple[Given, ...] = ()
+    agrees: Callable[[int, Hooked], bool] | None = None
+    beside: Tensor | None = None
+
+
+_NOTHING: Final = Added()
+
+
 @dataclass(slots=True)
 class Feeds:
-    """All feeds of a step as parallel lists, and where what they ask for comes out.
+    """All feeds of a step, and where what they ask for comes out.
 
-    `declared`: the inputs that prompts may give, by name; see `Executor.inputs`. `hooking`: what
-    asks hooks; `hooked[id(sequence)]`: what they give for the positions of its feed, and
-    `foreseen[id(sequence)]` for each drafted one of them. `ready`: the groups that will choose.
-    `drafts[id(sequence)]`: the ids that its feed holds beyond its own; `drawn_from[...]`: the
-    scores (n, V) that they were drawn from, if they were; `alternatives[...]`: copies of it with
-    other drafts.
-    `wanted`, `wanted_best`: rows of whole logits, and of the best of them, so far.
-    `first_row[id(unit)]`: the first of either that belongs to a choice of a sequence or companion;
-    `feed_of[id(unit)]`: the index of its feed. `prompt_rows`: of a group, the first of the rows
-    that say how likely these prompt positions are. `hidden`: a sequence that reads its hidden
-    states, the feed that they come with, and the position of the first. `sharing`: groups that
-    feed what their sequences share. `beside[id(sequence)]`: (n, V) what another model says of the n
-    rows of its choice.
+    `declared`: the inputs that prompts may give, by name; see `Executor.inputs`. `added`: by the id
+    of a sequence, what guests add to its feed; `made`: the feeds so far. `ready`: the groups that
+    will choose; `sharing`: those that feed what their sequences share. `wanted`, `wanted_best`:
+    rows of whole logits, and of the best of them, so far. `first_row[id(unit)]`: the first of
+    either that belongs to a choice of a sequence or companion; `feed_of[id(unit)]`: the index of
+    its feed. `prompt_rows`: of a group, the first of the rows that say how likely these prompt
+    positions are. `hidden`: a sequence that reads its hidden states, the feed that they come with,
+    and the position of the first.
     """
 
     table: TokenTable
     ledger: Ledger
     declared: Mapping[str, InputSpec]
-    hooking: Hooking
-    hooked: dict[int, tuple[Given, ...]] = field(default_factory=dict)
-    foreseen: dict[int, list[Mapping[str, Tensor]]] = field(default_factory=dict)
+    added: dict[int, Added] = field(default_factory=dict)
+    made: list[Feed] = field(default_factory=list)
     ready: list[Group] = field(default_factory=list)
-    drafts: dict[int, np.ndarray] = field(default_factory=dict)
-    drawn_from: dict[int, Tensor] = field(default_factory=dict)
-    alternatives: dict[int, list[Sequence]] = field(default_factory=dict)
-    rows: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    logits: list[int] = field(default_factory=list)
-    best: list[int] = field(default_factory=list)
-    tokens: list[np.ndarray] = field(default_factory=list)
-    extras: dict[int, Extra] = field(default_factory=dict)
+    sharing: list[Group] = field(default_factory=list)
+    wanted: int = 0
+    wanted_best: int = 0
     first_row: dict[int, int] = field(default_factory=dict)
     feed_of: dict[int, int] = field(default_factory=dict)
     prompt_rows: list[tuple[Group, int, range]] = field(default_factory=list)
     hidden: list[tuple[Sequence, int, int]] = field(default_factory=list)
-    sharing: list[Group] = field(default_factory=list)
-    beside: dict[int, Tensor] = field(default_factory=dict)
-    wanted: int = 0
-    wanted_best: int = 0
-    chunks: int = 0
-    totals: bool = False
+
+    def adding(self, sequence: Sequence) -> Added:
+        """Return what is added to the feed of the sequence, for a guest to write to."""
+        return self.added.setdefault(id(sequence), Added())
+
+    def added_to(self, sequence: Sequence) -> Added:
+        """Return what is added to the feed of the sequence, which may be nothing."""
+        return self.added.get(id(sequence), _NOTHING)
+
+    @property
+    def drafted(self) -> int:
+        """The number of drafted ids."""
+        return sum([len(one.draft) for one in self.added.values()])
+
+    @property
+    def chunks(self) -> int:
+        """The number of feeds that no choice follows."""
+        return len(self.made) - len(self.feed_of)
 
     def add(
         self,
@@ -133,22 +163,16 @@ class Feeds:
         """
         if unit.row is None:
             unit.row = self.ledger.allocate(prompt)
-        start, feed = unit.cached, len(self.rows)
-        given = self.hooked.get(id(source), ()) if unit is source and self.hooked else ()
+        start, feed = unit.cached, len(self.made)
+        given = self.added_to(source).given if unit is source else ()
         reads = unit is source and source.request.strategy.reads.hidden
         if reads and start + count > columns_of(source).length:
             self.hidden.append((source, feed, start))
         else:
             reads = False
         extra = self._extra(prompt, source, start, count, given, hidden=reads, chooses=chooses)
-        if extra is not None:
-            self.extras[feed] = extra
-        self.rows.append(unit.row)
-        self.starts.append(start)
-        self.counts.append(count)
-        self.logits.append(logits)
-        self.best.append(best)
-        self.tokens.append(_hidden(self._ids(prompt, source, start, count), given))
+        tokens = _hidden(self._ids(prompt, source, start, count), given)
+        self.made.append(Feed(unit.row, start, count, logits, best, tokens, extra))
         if best:
             self.wanted_best += logits
         else:
@@ -211,18 +235,19 @@ class Feeds:
     def work(self) -> Work:
         """The finished work, with the changes of rows that the ledger has noted."""
         verbs, encoders, pasts = self.ledger.drain()
+        made = self.made
         return Work(
             verbs=verbs,
-            rows=np.array(self.rows, dtype=np.int64),
-            starts=np.array(self.starts, dtype=np.int64),
-            counts=np.array(self.counts, dtype=np.int64),
-            logits=np.array(self.logits, dtype=np.int64),
-            tokens=np.concatenate(self.tokens) if self.tokens else NO_IDS,
-            extras=self.extras,
+            rows=np.array([one.row for one in made], dtype=np.int64),
+            starts=np.array([one.start for one in made], dtype=np.int64),
+            counts=np.array([one.count for one in made], dtype=np.int64),
+            logits=np.array([one.logits for one in made], dtype=np.int64),
+            tokens=np.concatenate([one.tokens for one in made]) if made else NO_IDS,
+            extras={f: one.extra for f, one in enumerate(made) if one.extra is not None},
             encoders=encoders,
             pasts=pasts,
-            best=np.array(self.best, dtype=np.int64) if self.wanted_best else None,
-            totals=self.totals,
+            best=np.array([one.best for one in made], np.int64) if self.wanted_best else None,
+            totals="log_probs" in [one.request.strategy.reads.scores for one in self.ready],
         )
 
 
@@ -267,6 +292,13 @@ def feed(grants: list[Grant], feeds: Feeds) -> None:
             _feed_chunk(grant, feeds)
 
 
+def fed(group: Group, feeds: Feeds) -> list[Sequence]:
+    """Return the sequences of a group, each followed by its alternatives."""
+    if not feeds.added:
+        return group.live
+    return [one for s in group.live for one in (s, *feeds.added_to(s).alternatives)]
+
+
 def units_of(sequence: Sequence) -> list[tuple[Sequence | Companion, Prompt, int]]:
     """A sequence and its companions, each with its prompt and its length."""
     prompt, length = sequence.request.prompt, sequence.length
@@ -280,21 +312,20 @@ def units_of(sequence: Sequence) -> list[tuple[Sequence | Companion, Prompt, int
 def _feed_whole(group: Group, feeds: Feeds) -> None:
     best, request = group.best, group.request
     asks = request.wants.prompt_logprobs is not None
-    feeds.totals |= request.strategy.reads.scores == "log_probs"
     for sequence in fed(group, feeds):
         draft = write_draft(sequence, feeds)
         for unit, prompt, length in units_of(sequence):
             count = length - unit.cached + len(draft)
             before = feeds.ask_prompt(group, sequence, count) if asks and unit is sequence else 0
             feeds.first_row[id(unit)] = feeds.wanted_best if best else feeds.wanted + before
-            feeds.feed_of[id(unit)] = len(feeds.rows)
+            feeds.feed_of[id(unit)] = len(feeds.made)
             wanted = before + 1 + len(draft)
             feeds.add(unit, prompt, sequence, count, wanted, best, chooses=unit is sequence)
 
 
 def write_draft(sequence: Sequence, feeds: Feeds) -> np.ndarray:
     """The draft of a sequence, which now stands on its line, after its own ids."""
-    draft = feeds.drafts.get(id(sequence), NO_IDS)
+    draft = feeds.added_to(sequence).draft
     if len(draft):
         end = sequence.visible + len(draft)
         feeds.table.reserve(end)
@@ -329,7 +360,6 @@ def _feed_chunk(grant: Grant, feeds: Feeds) -> None:
     for unit, prompt, source, count in chunk:
         wanted = feeds.ask_prompt(grant.group, source, count) if unit is source else 0
         feeds.add(unit, prompt, source, count, wanted)
-        feeds.chunks += 1
 
 
 def _hidden(ids: np.ndarray, given: tuple[Given, ...]) -> np.ndarray:

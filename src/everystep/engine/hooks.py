@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.engine.alternatives import fed
-from everystep.engine.feed import Feeds, Grant, chunk_of, write_draft
+from everystep.engine.feed import Feeds, Grant, chunk_of, fed, write_draft
+from everystep.engine.guests import Failed, Host
 from everystep.errors import NOBODYS, RequestError, UnknownArgumentError, nearest, shown
 from everystep.executors.base import Executor
 from everystep.types import (
@@ -28,6 +29,7 @@ from everystep.types import (
     PromptMoment,
     Request,
     Sequence,
+    TokenTable,
 )
 from everystep.types.protocols import Hook
 from everystep.types.stored import Chain
@@ -74,18 +76,26 @@ def require_known_gifts(request: Request, declared: Mapping[str, InputSpec]) -> 
 
 @dataclass(slots=True, eq=False)
 class Hooking:
-    """Asks the hooks of an engine's requests what they give; it keeps nothing of any request.
+    """The guest that asks hooks what they give; it keeps nothing of any request.
 
     `width`: E of the model's embeddings, once it was needed.
     """
 
-    executor: Executor
+    host: Host
     width: int | None = None
 
-    def ask(self, grants: list[Grant], feeds: Feeds) -> list[tuple[Group, Exception]]:
-        """Notes in `feeds` what is given for all positions that they will hold; returns the groups
-        whose hooks fail, which must not be fed."""
-        failed: list[tuple[Group, Exception]] = []
+    @property
+    def executor(self) -> Executor:
+        """The executor, which knows embeddings and the inputs that its model declares."""
+        return self.host.executor
+
+    def open(self, request: Request) -> None:
+        """Prepare nothing: hooks are asked step by step."""
+
+    def before(self, grants: list[Grant], feeds: Feeds, groups: list[Group]) -> Failed:
+        """Add what hooks give for all positions that the feeds will hold; return the groups whose
+        hooks fail."""
+        failed: Failed = []
         for grant in grants:
             if grant.group.request.hooks:
                 try:
@@ -96,10 +106,20 @@ class Hooking:
                     failed.append((grant.group, error))
         return failed
 
+    def after(self, feeds: Feeds) -> None:
+        """Note nothing: what hooks know of a sequence travels in children."""
+
+    def restart(self) -> None:
+        """Drop nothing, as nothing is held."""
+
+    def held(self) -> int:
+        """Count no rows: hooks hold none."""
+        return 0
+
     def _ask_group(self, grant: Grant, feeds: Feeds) -> None:
         if grant.group in feeds.ready:
             for sequence in fed(grant.group, feeds):
-                drafted = len(write_draft(sequence, feeds)) if feeds.drafts else 0
+                drafted = len(write_draft(sequence, feeds))
                 self._ask_for(sequence, sequence.length + drafted - sequence.cached, feeds)
             return
         for unit, _, source, count in chunk_of(grant, feeds.table):
@@ -126,9 +146,20 @@ class Hooking:
             gifts = self.gifts(request, state.at(position), position, 1, line)
             parts.append((position - start, 1, gifts))
         if stop > sequence.length:
-            feeds.foreseen[id(sequence)] = [one for *_, one in parts[sequence.length - stop :]]
+            foreseen = [one for *_, one in parts[sequence.length - stop :]]
+            agrees = partial(self._agrees, sequence, feeds.table, foreseen)
+            feeds.adding(sequence).agrees = agrees
         if any(gifts for *_, gifts in parts):
-            feeds.hooked[id(sequence)] = _joined(parts, self.executor.inputs)
+            feeds.adding(sequence).given = _joined(parts, self.executor.inputs)
+
+    def _agrees(
+        self, sequence: Sequence, table: TokenTable, foreseen: list[Gifts], place: int, now: Hooked
+    ) -> bool:
+        """Tell whether the position after `place` drafted tokens was given what hooks give now
+        that they know these tokens."""
+        line = table.data[sequence.line]
+        gifts = self.gifts(sequence.request, now.memories, now.length - 1, 1, line)
+        return _equal(gifts, foreseen[place - 1])
 
     def _of_prompt(self, sequence: Sequence, state: Hooked, stop: int, line: np.ndarray) -> Gifts:
         """What is given for the prompt's positions from the cached ones on up to `stop`."""
@@ -206,6 +237,10 @@ def nonsense(hook: Hook, what: str, wanted: object, got: object) -> RequestError
     return RequestError(
         f"what {name} gives as {what} does not fit", wanted=wanted, got=shown, do=do
     )
+
+
+def _equal(one: Gifts, other: Gifts) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(x, other[n]) for n, x in one.items())
 
 
 def _per_token(name: str, declared: Mapping[str, InputSpec]) -> bool:

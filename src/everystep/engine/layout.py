@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from everystep.draws import fork_lineage
-from everystep.engine.alternatives import fed
 from everystep.engine.apply import sprout
-from everystep.engine.feed import NO_IDS, Feeds
+from everystep.engine.feed import NO_IDS, Feeds, fed
 from everystep.types import Companion, Group, Sequence, is_memory
 
 
@@ -84,10 +83,10 @@ def laid_out(groups: list[Group], feeds: Feeds) -> Layout:
     """The rows of groups that choose together."""
     sequences, group_of, sources = _members(groups, feeds)
     count = len(sequences)
-    if not feeds.drafts:
+    if not feeds.drafted:
         none, each = [NO_IDS] * count, [*range(count)]
         return Layout(sequences, group_of, sources, each, none, each, [0] * count, sequences)
-    drafts = [feeds.drafts.get(id(source), NO_IDS) for source in sources]
+    drafts = [feeds.added_to(source).draft for source in sources]
     owner = [s for s, draft in enumerate(drafts) for _ in range(1 + len(draft))]
     place = [i for draft in drafts for i in range(1 + len(draft))]
     pairs = zip(owner, place, strict=True)
@@ -101,7 +100,7 @@ def _origins(sources: list[Sequence], feeds: Feeds) -> list[int]:
     """(S,) the index of the sequence itself, or of the one that it is an alternative of."""
     found, last = [*range(len(sources))], 0
     while last < len(sources):
-        copies = len(feeds.alternatives.get(id(sources[last]), ()))
+        copies = len(feeds.added_to(sources[last]).alternatives)
         found[last : last + 1 + copies] = [last] * (1 + copies)
         last += 1 + copies
     return found

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.engine.feed import NO_IDS, Feeds
-from everystep.engine.hooks import HOOKED, Gifts, nonsense
+from everystep.engine.feed import Feeds
+from everystep.engine.hooks import HOOKED, nonsense
 from everystep.errors import NOBODYS, RequestError, shown
 from everystep.types import (
     AfterStep,
@@ -166,19 +166,16 @@ class Sequels:
             return None if source.finish is not None else state
         if self.states[r - 1] is None:
             return None
-        sequence = self.follow[r]
-        position, token = sequence.length - 1, int(self.feeds.drafts[id(source)][place - 1])
+        added = self.feeds.added_to(source)
+        assert added.agrees is not None, "hooks were asked about every drafted position"
         try:
-            now = self.after(r - 1, token)
-            if now.marks is state.marks:
-                return now
-            line, hooking = self.feeds.table.data[source.line], self.feeds.hooking
-            gifts = hooking.gifts(source.request, now.memories, position, 1, line)
+            now = self.after(r - 1, int(added.draft[place - 1]))
+            holds = now.marks is state.marks or added.agrees(place, now)
         except NOBODYS:
             raise
         except Exception:
             return None  # it is asked again if the drafts before it are right
-        return now if _equal(gifts, self.feeds.foreseen[id(source)][place - 1]) else None
+        return now if holds else None
 
     def _reading(self, row: int, name: str) -> Tensor:
         if name == "logits":
@@ -188,13 +185,9 @@ class Sequels:
             return self.scores.values[row]
         source = self.sources[row]
         feed = self.feeds.feed_of[id(source)]
-        drafted = len(self.feeds.drafts.get(id(source), NO_IDS))
+        drafted = len(self.feeds.added_to(source).draft)
         hidden = cast(Tensor, self.output.answers[feed].hidden)
         return hidden[len(hidden) - 1 - drafted + self.place[row]]
-
-
-def _equal(one: Gifts, other: Gifts) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(x, other[n]) for n, x in one.items())
 
 
 def _forced(hook: Hook, force: Any, vocabulary: int) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from everystep.executors.positions import (
 from everystep.executors.process import in_process
 from everystep.models import Model, embedded, refuse_copies
 from everystep.models.decoder import Decoder
-from everystep.nn.modes import inference_mode
+from everystep.nn.modes import inference_mode, outside_autocast
 from everystep.nn.network import Full, Network, Placed, StepInputs, Window
 from everystep.types import Answer, Extra, InputSpec, Past, StepOutput, Work, adapter_ability
 
@@ -86,7 +86,7 @@ class TorchExecutor:
         `logits` are float64 for a float64 model and float32 otherwise. Raise CapacityError where
         memory runs out. After any error or interrupt the executor can be used, but has no rows.
         """
-        with in_process(), inference_mode():
+        with in_process(), inference_mode(), outside_autocast():
             if self._cut_short:
                 self.cache = self._fresh_rows()
             self._cut_short = True

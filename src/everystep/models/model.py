@@ -20,7 +20,7 @@ from everystep.models.config import ModelConfig
 from everystep.models.dense import dense_logits, embedded
 from everystep.models.encoders import PromptEncoder
 from everystep.models.vision.tower import VisionTower
-from everystep.nn.modes import inference_mode
+from everystep.nn.modes import inference_mode, outside_autocast
 from everystep.nn.network import Heard, Network, Placed, State
 from everystep.nn.panels import Panels
 from everystep.types import InputSpec, Prompt
@@ -209,7 +209,7 @@ class Model:
         """
         if not self.network.encodes:
             raise UnsupportedError("this model has no encoder")
-        with inference_mode():
+        with inference_mode(), outside_autocast():
             if self.source is not None and self.source in prompt.whole:
                 hidden = self._listened(prompt.whole[self.source][None])[0]
             elif prompt.embeds is not None:

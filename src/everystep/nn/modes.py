@@ -29,5 +29,11 @@ def modes_kept() -> AbstractContextManager[None]:
     return _modes(torch.is_inference_mode_enabled())
 
 
+def outside_autocast() -> AbstractContextManager[None]:
+    """Within, operators compute with the types of what they are given, whatever `torch.autocast`
+    says around it; a block of `torch.autocast` within says nothing either."""
+    return cast(AbstractContextManager[None], torch._C._DisableAutocast())
+
+
 def _modes(inference: bool) -> AbstractContextManager[None]:
     return cast(AbstractContextManager[None], torch._C._InferenceMode(inference))

@@ -20,6 +20,7 @@ from everystep.models.vision.places import patch_places, table_places, window_pl
 from everystep.models.vision.spec import Grid, VisionSpec
 from everystep.nn.activations import ACTIVATIONS, gated
 from everystep.nn.linear import LinearMap
+from everystep.nn.modes import outside_autocast
 from everystep.nn.norm import Norm
 from everystep.nn.rotary import inverse_frequencies
 
@@ -72,6 +73,10 @@ class VisionTower:
 
         The second value is the features of its taps (n, taps, E), if there are any.
         """
+        with outside_autocast():
+            return self._encoded(pixels, grid)
+
+    def _encoded(self, pixels: Tensor, grid: Grid) -> tuple[Tensor, Tensor | None]:
         spec, like = self.spec, self.patch
         places = patch_places(grid, spec.merge)
         hidden = F.linear(pixels.to(like), like.flatten(1), self.patch_bias)

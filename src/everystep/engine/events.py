@@ -40,20 +40,22 @@ def _with_logprob(event: Event, known: Likelihood) -> Event:
 
 
 def settled_events(after: Group, table: TokenTable) -> list[Event]:
-    """Tokens that every hypothesis of the result will begin with and that were not reported yet.
+    """Report the tokens that every hypothesis of the result will begin with and that were not
+    reported yet.
 
     One event per token for each index of the result; the group remembers how many it has reported.
+    The last token of a hypothesis that has ended waits for the end, as its event says the reason.
     """
     request = after.request
     strategy = cast(DecidesLate, request.strategy)  # it does not stream
     live, done = strategy.rivals(after)
     first = request.prompt_visible + after.reported
     tails = [table.data[s.line, first : s.visible - s.provisional] for s in live]
-    tails += [hypothesis.tokens[after.reported :] for hypothesis in done]
+    tails += [hypothesis.tokens[after.reported : -1] for hypothesis in done]
     tokens = tails[0][: common_length(tails)].tolist() if tails else []
     if not tokens:
         return []
-    known = last_choices((live[0] if live else done[0]).memo, len(tails[0]))[: len(tokens)]
+    known = last_choices((live[0] if live else done[0]).memo, len(tails[0]) + (not live))[: len(tokens)]
     start = after.reported
     after.reported += len(tokens)
     return [

@@ -275,7 +275,7 @@ def _injected(
     added: list[tuple[Tensor, Tensor]] = []
     for row, parts in enumerate(found):
         for one in parts:
-            places = (torch.from_numpy(one.positions) + row * length).to(flat.device)
+            places = (torch.tensor(one.positions) + row * length).to(flat.device)
             flat = flat.index_copy(0, places, one.embeds.to(flat))
             if one.deepstack is not None:
                 added.append((places, one.deepstack.to(flat)))

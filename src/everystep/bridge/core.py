@@ -246,7 +246,7 @@ class ForeignModel:
         if prompt.embeds is not None:
             read["inputs_embeds"] = prompt.embeds[None].to(self.dtype)
         elif prompt.ids is not None:
-            read["input_ids"] = torch.from_numpy(prompt.ids)[None]
+            read["input_ids"] = torch.tensor(prompt.ids)[None]
         else:
             raise RequestError("there is nothing to encode", wanted="ids or embeddings")
         read["attention_mask"] = torch.ones(1, prompt.length, dtype=torch.int64)

@@ -200,7 +200,7 @@ def placed(foreign: Foreign, prompt: Prompt) -> Prompt:
     device = foreign.device
     told = {name: value[None].to(device) for name, value in prompt.inputs.items()}
     told |= {name: value.to(device) for name, value in prompt.whole.items()}
-    told["input_ids"] = ids = torch.from_numpy(prompt.ids)[None].to(device)
+    told["input_ids"] = ids = torch.tensor(prompt.ids)[None].to(device)
     told["attention_mask"] = torch.ones_like(ids)
     takes = inspect.signature(find).parameters
     missing = [n for n, one in takes.items() if n not in told and one.default is one.empty]

@@ -251,7 +251,8 @@ def _offered(layout: Layout, scores: Scores, batch: Batch, feeds: Feeds) -> Scor
 
 
 def _extended(history: History, scores: Scores, drafted: bool) -> History:
-    new = scores.whole().values
+    # Criteria may write to what they read, and the strategy has yet to choose from the scores.
+    new = scores.whole().values.clone()
     return (*history, *(new[:, None] if drafted else (new,)))
 
 

@@ -129,7 +129,7 @@ class Hooking:
     def _ask_for(self, sequence: Sequence, count: int, feeds: Feeds) -> None:
         """Notes what is given for the next `count` positions of the sequence."""
         request, start = sequence.request, sequence.cached
-        line, stop, prompt = feeds.table.data[sequence.line], start + count, request.prompt
+        line, stop, prompt = feeds.table.shown(sequence.line), start + count, request.prompt
         state: Hooked | None = sequence.memo.get(HOOKED)
         if state is None:
             moment = PromptMoment(request, self.embed)
@@ -157,7 +157,7 @@ class Hooking:
     ) -> bool:
         """Tell whether the position after `place` drafted tokens was given what hooks give now
         that they know these tokens."""
-        line = table.data[sequence.line]
+        line = table.shown(sequence.line)
         gifts = self.gifts(sequence.request, now.memories, now.length - 1, 1, line)
         return _equal(gifts, foreseen[place - 1])
 
@@ -190,7 +190,8 @@ class Hooking:
         for hook, memory in zip(request.hooks, memories, strict=True):
             if type(hook).before_step is Hook.before_step:  # it gives nothing
                 continue
-            step = BeforeStep(request, start, count, memory, given, self.embed, line)
+            earlier = {name: values.clone() for name, values in given.items()}
+            step = BeforeStep(request, start, count, memory, earlier, self.embed, line)
             found = hook.before_step(step)
             if found is None:
                 continue
@@ -201,7 +202,8 @@ class Hooking:
 
     def embed(self, ids: Tensor) -> Tensor:
         """(n,) ids -> the embeddings (n, E) that the model reads in their place."""
-        return self.executor.embed(torch.as_tensor(ids))
+        own = torch.tensor(ids) if isinstance(ids, np.ndarray) else torch.as_tensor(ids)
+        return self.executor.embed(own)
 
     def _checked(self, hook: Hook, name: str, values: Any, count: int) -> Tensor:
         """A copy of the values, if they are what the model reads under this name."""

@@ -45,7 +45,7 @@ def likelihoods(logits: Tensor, tokens: np.ndarray, best: int) -> list[Likelihoo
     beyond the vocabulary are impossible."""
     logits = logits.to(torch.float32)
     total = torch.logsumexp(logits, dim=-1, keepdim=True)
-    given = torch.from_numpy(tokens).to(logits.device)[:, None]
+    given = torch.tensor(tokens).to(logits.device)[:, None]
     known = (logits.gather(1, given.clamp(max=logits.shape[1] - 1)) - total)[:, 0]
     chosen = known.where(given[:, 0] < logits.shape[1], -torch.inf).tolist()
     top = torch.topk(logits, min(best, logits.shape[1]))

@@ -268,7 +268,7 @@ def _digests(prompt: Prompt, declared: Mapping[str, InputSpec]) -> np.ndarray:
     if prompt.positions is not None:
         add("positions", prompt.positions[..., :length].movedim(-1, 0))
     if (inside := prompt.injected) is not None:
-        places = torch.from_numpy(inside.positions)
+        places = torch.tensor(inside.positions)
         marks = torch.zeros(length, dtype=torch.bool).index_fill(0, places, True)
         add("marks", marks[:, None])
         for name, part in (("injected", inside.embeds), ("deepstack", inside.deepstack)):

@@ -128,7 +128,7 @@ class Sequels:
     def _asked(self, row: int, token: int, state: Hooked) -> Hooked:
         sequence, before = self.follow[row], state.memories
         request, position = sequence.request, sequence.length
-        line, reading = self.feeds.table.data[sequence.line], partial(self._reading, row)
+        line, reading = self.feeds.table.shown(sequence.line), partial(self._reading, row)
         memories, forced, stop, changed = [*before], state.forced[1:], None, False
         forcing: Hook | None = None
         for h, hook in enumerate(request.hooks):

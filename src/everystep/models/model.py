@@ -215,7 +215,7 @@ class Model:
             elif prompt.embeds is not None:
                 hidden = prompt.embeds.to(self.device, self.dtype)
             elif prompt.ids is not None:
-                hidden = self.embed(torch.from_numpy(prompt.ids))
+                hidden = self.embed(torch.tensor(prompt.ids))
             else:
                 raise RequestError("there is nothing to encode", wanted="ids or embeddings")
             if prompt.mask is None:

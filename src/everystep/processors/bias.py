@@ -166,7 +166,7 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
         ids = rows.ids()
         for r, sequence in enumerate(rows.sequences):
             batch_id = self.first + sequence.index // self.num_beams
-            mask[r, self._tokens(batch_id, ids[r, : rows.lengths[r]], mask.shape[1])] = 0
+            mask[r, self._tokens(batch_id, ids[r, : rows.lengths[r]].clone(), mask.shape[1])] = 0
         return only_allowed(rows, scores, mask, self.num_beams)
 
     def _tokens(self, batch_id: int, ids: Tensor, size: int) -> Tensor:

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from everystep.types.stored import stored
+from everystep.types.table import read_only
 from everystep.types.work import Past
 
 FinishKind = Literal["stop", "length", "time", "criteria", "cancelled", "error"]
@@ -35,6 +36,9 @@ class Injected:
     positions: np.ndarray
     embeds: Tensor
     deepstack: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "positions", read_only(self.positions))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +77,8 @@ class Prompt:
     brings: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.ids is not None:  # hooks see it
+            object.__setattr__(self, "ids", read_only(self.ids))
         given = self.ids if self.embeds is None else self.embeds
         length = self.before + (0 if given is None else len(given))
         own = self.positions

@@ -134,12 +134,13 @@ class BeforeStep:
 
     @property
     def embeds(self) -> Tensor:
-        """(count, E) what the model would read: from the ids, the prompt, or an earlier hook."""
+        """(count, E) what the model would read: from the ids, the prompt, or an earlier hook; a
+        copy, which may be changed."""
         prompt = self.request.prompt
         if "embeds" in self.given:
-            return self.given["embeds"]
+            return self.given["embeds"].clone()
         if self.start < prompt.length and prompt.embeds is not None:
-            return prompt.embeds[self.start - prompt.before :]
+            return prompt.embeds[self.start - prompt.before :].clone()
         ids, inside = torch.from_numpy(self.ids), prompt.injected
         if inside is None or self.start >= prompt.length:
             return self.embed(ids)
@@ -176,17 +177,17 @@ class AfterStep:
 
     @property
     def scores(self) -> Tensor:
-        """(V,) what the token was chosen by, after processors; not to be changed in place."""
+        """(V,) what the token was chosen by, after processors; a copy."""
         return self._read("scores")
 
     @property
     def logits(self) -> Tensor:
-        """(V,) what the model gave, before processors; not to be changed in place."""
+        """(V,) what the model gave, before processors; a copy."""
         return self._read("logits")
 
     @property
     def hidden(self) -> Tensor:
-        """(E,) the last hidden state that the token was chosen from, normalised."""
+        """(E,) the last hidden state that the token was chosen from, normalised; a copy."""
         return self._read("hidden")
 
     def _read(self, name: str) -> Tensor:
@@ -197,4 +198,4 @@ class AfterStep:
                 got=f"reads = {tuple(self.reads)!r}",
                 do="Name in reads what after_step looks at",
             )
-        return self.reading(name)
+        return self.reading(name).clone()

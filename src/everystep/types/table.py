@@ -8,6 +8,13 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 
+def read_only(array: np.ndarray) -> np.ndarray:
+    """Return a view of the array through which nothing can be written."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
 def common_length(tails: Items[np.ndarray]) -> int:
     """Return how many ids all tails begin with."""
     length = min(map(len, tails), default=0)
@@ -27,6 +34,10 @@ class TokenTable:
     def __init__(self, lines: int = 16, capacity: int = 64) -> None:
         self.data = np.zeros((lines, capacity), dtype=np.int64)
         self._free = list(range(lines - 1, -1, -1))
+
+    def shown(self, line: int) -> np.ndarray:
+        """Return the line for others to read; writing to it is an error."""
+        return read_only(self.data[line])
 
     def open(self, ids: np.ndarray) -> int:
         """Open a new line that starts with `ids`."""

@@ -117,6 +117,68 @@ def test_another_ways_prompts_share_the_steps(
     assert len(set(engines)) == 1
 
 
+@pytest.mark.parametrize("way", ["greedy", "drawn", "beams", "stop"])
+def test_two_streams_read_the_weights_once_per_step(
+    model: LanguageModel, engines: list[Engine], way: str
+) -> None:
+    """Here in turns in two threads: what one of them steps, the other finds."""
+    options = {**OPTIONS, **WAYS[way]}
+    alone, steps = [], []
+    for prompt in PROMPTS[:2]:
+        engines.clear()
+        alone.append(list(es.stream(model, TOKENIZER, prompt, **options)))
+        steps.append(len(engines))
+    engines.clear()
+    both = [es.stream(model, TOKENIZER, prompt, **options) for prompt in PROMPTS[:2]]
+    found: list[list[Any]] = [[], []]
+    turns = threading.Barrier(2)
+
+    def read(own: int) -> None:
+        for event in both[own]:
+            found[own].append(event)
+            if way != "beams":
+                turns.wait(60)
+        turns.abort()
+
+    def reading(own: int) -> None:
+        try:
+            read(own)
+        except threading.BrokenBarrierError:
+            found[own].extend(both[own])
+
+    at_once([lambda: reading(0), lambda: reading(1)])
+    assert found == alone
+    assert len(set(engines)) == 1
+    if way != "beams":
+        assert len(engines) <= max(steps) + 1
+    audit(engines[0])
+
+
+def test_a_stream_that_nobody_reads_is_set_aside(
+    model: LanguageModel, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("everystep.drivers.stream._AHEAD", 4)
+    options = {**OPTIONS, "max_new_tokens": 60}
+    alone = [list(es.stream(model, TOKENIZER, one, **options)) for one in PROMPTS[:2]]
+    slow = es.stream(model, TOKENIZER, PROMPTS[0], **options)
+    assert list(es.stream(model, TOKENIZER, PROMPTS[1], **options)) == alone[1]
+    (group,) = slow.groups
+    assert 4 <= group.live[0].generated < 60
+    assert list(slow) == alone[0]
+
+
+def test_a_stream_that_is_dropped_ends(model: LanguageModel, engines: list[Engine]) -> None:
+    dropped = es.stream(model, TOKENIZER, PROMPTS[0], **{**OPTIONS, "max_new_tokens": 200})
+    next(dropped)
+    other = es.stream(model, TOKENIZER, PROMPTS[1], **OPTIONS)
+    next(other)
+    (group,) = dropped.groups
+    del dropped
+    list(other)
+    assert group.done[0].reason.kind == "cancelled"
+    assert not engines[-1].pending
+
+
 def banned(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     scores[:, 7] = -torch.inf
     return scores

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from everystep.testing.drive import Run, hash_executor, run_together
+from everystep.testing.requests import random_mix
 
 from everystep.draws import SeededDraws
 from everystep.engine import Continuous, Engine
 from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Beam
-from everystep.testing.drive import Run, hash_executor, run_together
 from everystep.testing.hash_model import HashExecutor
-from everystep.testing.requests import random_mix
 from everystep.types import Prompt, Request
 
 SIZE = 6

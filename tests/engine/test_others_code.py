@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from everystep.testing.dice import EMBED_DIM
+from everystep.testing.drive import Run
 from torch import Tensor
 
 from everystep.engine import Continuous, Engine
 from everystep.processors.base import UserProcessor
 from everystep.processors.bias import PrefixConstrainedLogitsProcessor
 from everystep.stops.ends import UserStop
-from everystep.testing.dice import EMBED_DIM
-from everystep.testing.drive import Run
 from everystep.testing.hash_model import HashExecutor
 from everystep.types import (
     AfterStep,

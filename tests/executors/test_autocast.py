@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from everystep.executors.torch_executor import TorchExecutor
 from everystep.api.model import LanguageModel
+from everystep.executors.torch_executor import TorchExecutor
 from everystep.testing.models import tiny_document, tiny_llama, tiny_vision
 from everystep.types import Prompt, Verb
 from tests.executors.models import SPECS, random_model

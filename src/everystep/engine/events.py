@@ -55,7 +55,9 @@ def settled_events(after: Group, table: TokenTable) -> list[Event]:
     tokens = tails[0][: common_length(tails)].tolist() if tails else []
     if not tokens:
         return []
-    known = last_choices((live[0] if live else done[0]).memo, len(tails[0]) + (not live))[: len(tokens)]
+    known = last_choices((live[0] if live else done[0]).memo, len(tails[0]) + (not live))[
+        : len(tokens)
+    ]
     start = after.reported
     after.reported += len(tokens)
     return [

@@ -12,13 +12,15 @@ import pytest
 
 from everystep.draws import SeededDraws
 from everystep.engine import Continuous, DraftModel, Engine, audit
+from everystep.engine.snapshot import fingerprint
 from everystep.errors import FormatError, RequestError
 from everystep.processors.warpers import TemperatureLogitsWarper
 from everystep.strategies import DiverseBeam, Greedy
-from everystep.types import Event, Prompt, Request
+from everystep.types import Event, Prompt, Request, Wants
 from everystep.types.stored import Chain, from_bytes, to_bytes
 from tests.judges.drive import Drive, hash_executor, result
 from tests.judges.mixes import Mix, random_mix
+from tests.nn.test_modes import interrupted
 
 SEEDS = range(40)
 
@@ -139,6 +141,26 @@ def test_another_request_is_refused() -> None:
     ):
         with pytest.raises(RequestError, match="another request"):
             engine_of(mix).restore(other, data)
+
+
+def test_an_interrupt_at_any_line_leaves_the_fingerprint_as_it_was() -> None:
+    """A `repr` that was interrupted may leave a note that it runs, and be another one for ever."""
+    asked = beam_request()
+    wanted, line = fingerprint(asked), 0
+    while interrupted(lambda: fingerprint(asked), line):
+        line += 1
+        assert fingerprint(asked) == wanted, line
+    assert line > 50
+
+
+def test_a_fingerprint_reads_the_choices_as_repr_shows_them() -> None:
+    found = {fingerprint(replace(beam_request(), **one)) for one in (
+        {}, {"max_length": 77}, {"adapters": (("a", 0.5),)}, {"wants": Wants(logprobs=2)},
+        {"strategy": Greedy()}, {"strategy": DiverseBeam(2)}, {"draws": SeededDraws(8)},
+        {"processors": (TemperatureLogitsWarper(0.5),)},
+        {"processors": (TemperatureLogitsWarper(0.25),)},
+    )}  # fmt: skip
+    assert len(found) == 9
 
 
 def test_damaged_bytes_are_refused() -> None:

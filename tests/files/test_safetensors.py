@@ -11,6 +11,7 @@ import torch
 from everystep.errors import FormatError
 from everystep.files.safetensors import open_weights
 from tests.files.model_folders import TENSORS, write_sharded, write_single
+from tests.nn.test_modes import interrupted
 
 FORMS = pytest.mark.parametrize("write", [write_single, write_sharded])
 Write = Callable[[Path], Path]
@@ -66,3 +67,15 @@ def test_another_stem(tmp_path: Path) -> None:
 
 def test_no_tensor_is_allowed(tmp_path: Path) -> None:
     assert open_weights(write_single(tmp_path, {})).names() == []
+
+
+# A file that was opened and not yet entered is closed when nobody holds it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_line_of_a_read_is_an_interrupt(tmp_path: Path) -> None:
+    """Also at those of a path, which numpy asked for its name from C."""
+    write_single(tmp_path)
+    weights, line = open_weights(tmp_path), 0
+    (name, *_) = weights.names()
+    while interrupted(lambda: weights.load(name), line):
+        line += 1
+    assert line > 8

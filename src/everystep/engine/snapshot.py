@@ -98,8 +98,26 @@ def fingerprint(request: Request) -> str:
         [type(stop).__qualname__ for stop in request.stops],
         [_described(hook) for hook in request.hooks],
     )
-    digest.update(repr(choices).encode())
+    digest.update(_text(choices).encode())
     return digest.hexdigest()
+
+
+def _text(value: Any) -> str:
+    """Write a value as `repr` does, from its fields.
+
+    The `repr` of a dataclass notes that it runs: an interrupt within may leave the note, and the
+    value is `...` for ever.
+    """
+    if type(value) is tuple:
+        inner = [*map(_text, value)]
+        return f"({inner[0]},)" if len(inner) == 1 else f"({', '.join(inner)})"
+    if type(value) is list:
+        return f"[{', '.join(map(_text, value))}]"
+    if not hasattr(type(value).__repr__, "__wrapped__") or not dataclasses.is_dataclass(value):
+        return repr(value)
+    named = [one.name for one in dataclasses.fields(value) if one.repr]
+    shown = [f"{name}={_text(getattr(value, name))}" for name in named]
+    return f"{type(value).__qualname__}({', '.join(shown)})"
 
 
 def _described(processor: Any) -> str:
@@ -107,4 +125,4 @@ def _described(processor: Any) -> str:
     named = dataclasses.fields(processor) if dataclasses.is_dataclass(processor) else ()
     values = [getattr(processor, field.name) for field in named]
     plain = [value for value in values if isinstance(value, (bool, int, float, str, tuple))]
-    return f"{type(processor).__qualname__} {plain!r}"
+    return f"{type(processor).__qualname__} {_text(plain)}"

@@ -64,6 +64,20 @@ class StoredTensor:
     dtype: torch.dtype
 
 
+def stored_bytes(stored: StoredTensor) -> np.ndarray:
+    """Read the bytes of a tensor, fewer where the file ends before.
+
+    Not by `numpy.fromfile`: it asks what kind of file it was given and makes a SystemError of an
+    interrupt meanwhile.
+    """
+    data, count = np.empty(stored.nbytes, np.uint8), 0
+    with stored.file.open("rb", buffering=0) as file:
+        file.seek(stored.start)
+        while count < stored.nbytes and (more := file.readinto(data[count:])):
+            count += more
+    return data[:count]
+
+
 class Weights:
     """The tensors of an opened folder, by name."""
 
@@ -89,7 +103,7 @@ class Weights:
         """A copy of a tensor's values, in `dtype` if given and as stored otherwise."""
         stored = self._stored(name)
         try:
-            data = np.fromfile(stored.file, np.uint8, stored.nbytes, offset=stored.start)
+            data = stored_bytes(stored)
         except OSError as error:
             raise FileError(f"{stored.file}: {name!r} cannot be read", got=error) from error
         if len(data) != stored.nbytes:

@@ -12,6 +12,7 @@ import ipaddress
 import os
 import random
 import shutil
+import signal
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -48,6 +49,10 @@ def _shard(text: str) -> tuple[int, int]:
 
 def pytest_configure(config: pytest.Config) -> None:
     forbid_network()
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # A script that runs tests in its background has them ignore Ctrl-C, and they would inherit
+        # that, with every process that they start.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     if "PYTEST_XDIST_WORKER" in os.environ:

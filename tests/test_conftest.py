@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import socket
+import subprocess
+import sys
 import urllib.request
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from tests import conftest
+from tests.reading import ROOT
 
 
 def test_other_machines_are_out_of_reach() -> None:
@@ -62,3 +65,11 @@ def test_an_expected_failure_stays_one() -> None:
     report.wasxfail = "known"  # type: ignore[attr-defined]
     conftest._forbid_skip(report)
     assert report.outcome == "skipped"
+
+
+def test_interrupts_arrive_where_the_tests_were_started_to_ignore_them() -> None:
+    """As in the background of a script."""
+    test = "tests/cli/test_interrupts.py::test_the_second_raises"
+    started = f"trap '' INT; exec {sys.executable} -m pytest -q -n0 -p no:cacheprovider {test}"
+    done = subprocess.run(["sh", "-c", started], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]

@@ -306,7 +306,7 @@ def abandoned(group: Group, reason: FinishReason, table: TokenTable, ledger: Led
                 name, count = group.request.request_id, sequence.generated - sequence.provisional
                 change.events += token_events(name, sequence.index, [], count, reason)
             change.after.done.append(_cut_short(sequence, reason, table))
-        if reason.kind == "cancelled" and not change.closed:
+        if reason.kind != "error" and not change.closed:
             ledger.keep(sequence)
         release(sequence, ledger)
         if sequence.line >= 0:

@@ -15,7 +15,6 @@ next call first brings rows and memories up to date.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import repeat
@@ -43,6 +42,7 @@ from everystep.engine.snapshot import read, resume, written
 from everystep.errors import NOBODYS, UnsupportedError
 from everystep.executors.base import Executor, Exporting
 from everystep.executors.process import set_threads_here
+from everystep.stops.ends import moment
 from everystep.types import (
     Companion,
     Event,
@@ -67,6 +67,7 @@ class Engine:
     """Runs requests on one executor, under one scheduler, until nothing is pending.
 
     `early`: groups that decide late report what is settled as soon as it is, and not at their end.
+    `clock`: the seconds that deadlines are moments of.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Engine:
         observers: Iterable[Observer] = (),
         *,
         early: bool = True,
-        clock: Clock = time.monotonic,
+        clock: Clock = moment,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -254,6 +255,11 @@ class Engine:
     # --- the first half ---------------------------------------------------------------------------
 
     def _step(self) -> None:
+        late = self._late()
+        if late:
+            ended = FinishReason("time")
+            self._end([abandoned(group, ended, self.table, self.ledger) for group in late])
+            return
         grants = self._let_in(self.scheduler.plan(self.preempt, self._join))
         self.prefixes.shrink(self.scheduler.room)
         feeds = self._feeds()
@@ -277,6 +283,16 @@ class Engine:
         choices.make()
         self._end(choices.changes, choices)
         self.guests.after(feeds)
+
+    def _late(self) -> list[Group]:
+        """Return the groups whose deadline has passed, waiting ones too; the clock is read once."""
+        groups = [one for one in self.scheduler.groups if one.request.deadline is not None]
+        now = self.guests.host.clock() if groups else 0.0
+        return [
+            group
+            for group in groups
+            if not group.finished and now >= cast(float, group.request.deadline)
+        ]
 
     def _join(self, group: Group, running: list[Group], room: Room) -> bool:
         """Whether the group may feed; it holds what it found in the rows of others."""

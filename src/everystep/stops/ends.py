@@ -1,6 +1,7 @@
 """The stops that need no text: an end token, a length, a moment, the caller's own function.
 
-`MaxTime` is the only place of the library where a decision reads a clock.
+`moment` is the only place of the library where a decision reads a clock: `MaxTime` asks it after a
+choice, and an engine once before a step whose requests have deadlines.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from torch import Tensor
 from everystep.errors import RequestError, shown
 from everystep.types import FinishReason
 from everystep.types.candidates import Candidates
+
+
+def moment() -> float:
+    """Read the monotonic clock, in seconds."""
+    return time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class MaxTime:
     @classmethod
     def after(cls, seconds: float) -> MaxTime:
         """Return the stop for a request that is made now."""
-        return cls(time.monotonic() + seconds)
+        return cls(moment() + seconds)
 
     @staticmethod
     def now() -> float:
@@ -72,7 +78,7 @@ class MaxTime:
         return cls(np.array([stop.deadline for stop in stops]))
 
     def __call__(self, candidates: Candidates) -> np.ndarray:
-        late = time.monotonic() > self.deadline
+        late = moment() > self.deadline
         return np.broadcast_to(late, (len(candidates),))
 
     def reason(self, candidates: Candidates, index: int) -> FinishReason:

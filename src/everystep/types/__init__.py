@@ -90,6 +90,8 @@ class Request:
     none. `companions` are further prompts whose rows mirror each sequence and appear in no output.
     `adapters`: (name, weight) pairs of the adapters that all its feeds ask for. `hooks` see every
     step and may add to it. `salt`: only requests of equal salt share what their prompts begin with.
+    `deadline`: a moment of the engine's clock from which on it takes no further step, whether it
+    waits or runs; None for no such moment.
     `linger` keeps finished sequences in the batch, fed with `pad_token`, until all are done; with
     `keeps` their group stays even then, and keeps their rows until it is cancelled or replaced. The
     pad prefix is made of `prefix_token`, or of `pad_token` where that is None. `shift`: visible
@@ -117,6 +119,7 @@ class Request:
     adapters: tuple[tuple[str, float], ...] = ()
     salt: str | None = None
     hooks: tuple[Hook, ...] = ()
+    deadline: float | None = None
     shift: int = field(init=False)
     prompt_visible: int = field(init=False)
 

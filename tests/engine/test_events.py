@@ -13,6 +13,8 @@ from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Beam
 from everystep.testing.hash_model import HashExecutor
 from everystep.types import Prompt, Request
+from tests.judges.drive import Drive, hash_executor, run_together
+from tests.judges.mixes import random_mix
 
 SIZE = 6
 
@@ -29,7 +31,7 @@ def beams(seed: int, width: int, returns: int) -> Request:
 def test_a_beam_that_has_ended_has_an_event_per_token_and_no_more(width: int) -> None:
     early = 0
     for seed in range(40):
-        run = Run(Engine(HashExecutor(SIZE), Continuous()))
+        run = Drive(Engine(HashExecutor(SIZE), Continuous()))
         run.submit(beams(seed, width, 1 + seed % width))
         ends: list[int] = []
         while run.engine.pending:

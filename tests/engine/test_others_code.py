@@ -28,6 +28,8 @@ from everystep.types import (
 )
 from everystep.types.protocols import Hook
 from tests.engine.test_hooks import VOCABULARY, request, run
+from tests.judges.dice import EMBED_DIM
+from tests.judges.drive import Drive
 
 PLAIN = run(request("greedy"))
 
@@ -113,7 +115,7 @@ def test_embeddings_that_a_hook_adds_to_are_those_of_the_prompt_whenever_it_is_a
     asked = replace(request("greedy", Adds()), prompt=Prompt(embeds=embeds))
     wanted = run(asked)
     assert torch.equal(embeds, before)
-    going = Run(Engine(HashExecutor(VOCABULARY), Continuous(256, max_rows=64)))
+    going = Drive(Engine(HashExecutor(VOCABULARY), Continuous(256, max_rows=64)))
     going.submit(asked)
     for _ in range(3):
         going.step()

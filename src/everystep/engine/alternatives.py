@@ -19,7 +19,7 @@ from everystep.types import Companion, Group, Sequence, TokenTable
 
 
 def drafts_at_most(group: Group, sequence: Sequence) -> int:
-    """How many drafts of the sequence may be verified at once.
+    """Return how many drafts of the sequence may be verified at once.
 
     One before its group has opened, where anything but its last token is still to be fed, and where
     a caller's criteria read the scores of the steps so far, of which there is one per token.
@@ -68,7 +68,7 @@ def drop_alternatives(groups: list[Group], feeds: Feeds) -> None:
 
 
 def drop_outdone(change: Change, feeds: Feeds) -> None:
-    """What was fed for a group and does not go on holds nothing any more."""
+    """Free what was fed for a group and does not go on."""
     if not feeds.added:
         return
     settled = {sequence.line for sequence in change.after.live} | {*change.closed}

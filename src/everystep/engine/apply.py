@@ -40,7 +40,7 @@ from everystep.types import (
 
 @dataclass(slots=True)
 class Change:
-    """What one group becomes, the events to report, and the lines that it gives up."""
+    """The next state of one group, with the events to report and the lines that it gives up."""
 
     group: Group
     after: Group
@@ -65,8 +65,11 @@ class Child(NamedTuple):
 def changes(
     batch: Batch, children: Children, drafts: list[np.ndarray], table: TokenTable, ledger: Ledger
 ) -> list[Change]:
-    """What the groups of the batch become with these children; `drafts`: (S,) what was fed beyond
-    the sequences' own tokens. A group with a child that ends in an error fails as a whole."""
+    """Return what the groups of the batch become with these children.
+
+    `drafts`: (S,) ids that were fed beyond the sequences' own tokens. A group with a child that
+    ends in an error fails as a whole.
+    """
     found = [Change(group, group.without_live()) for group in batch.groups]
     group_of, sequences = batch.group_of.tolist(), batch.sequences
     born = _children(sequences, children)
@@ -104,7 +107,7 @@ def changes(
 
 
 def _conclude(after: Group, children: Children, g: int) -> None:
-    """What the strategy says of the group as a whole."""
+    """Note what the strategy says of the group as a whole."""
     after.opened = True
     after.settled = after.settled or g in children.settled
     if children.states is not None:
@@ -251,7 +254,7 @@ def rewind_memory(sequence: Sequence, visible: int) -> None:
 
 
 def _agreement(draft: np.ndarray, tokens: list[int]) -> int:
-    """How many of the first tokens equal the draft."""
+    """Count the first tokens that equal the draft."""
     shorter = min(len(draft), len(tokens))
     wrong = np.flatnonzero(draft[:shorter] != tokens[:shorter])
     return int(wrong[0]) if len(wrong) else shorter

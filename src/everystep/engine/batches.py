@@ -64,8 +64,8 @@ class Guidance:
 
 
 def best_needed(request: Request, vocabulary: int) -> int:
-    """How many of the best logits of a row decide everything that the request asks of it; 0 where
-    the whole row is read."""
+    """Return how many of the best logits of a row decide everything that the request asks of it; 0
+    where the whole row is read."""
     wants, reads = request.wants, request.strategy.reads
     likelihoods = wants.logprobs is not None or wants.prompt_logprobs is not None
     if request.readout is not None or wants.history or likelihoods or request.verification.reads:
@@ -110,11 +110,11 @@ class Scored:
 
     @property
     def groups(self) -> list[Group]:
-        """Those that choose."""
+        """The groups that choose."""
         return self.batch.groups
 
     def pick(self, earlier: Picked = ()) -> tuple[Tensor, ...]:
-        """What the strategy reduces the scores to in its next round."""
+        """Reduce the scores to what the strategy wants in its next round."""
         strategy = self.groups[0].request.strategy
         if strategy.rounds > 1:
             self._process(cast(InRounds, strategy), earlier)
@@ -244,7 +244,7 @@ def _amateurs(layout: Layout, feeds: Feeds) -> Tensor:
 
 
 def _offered(layout: Layout, scores: Scores, batch: Batch, feeds: Feeds) -> Scores:
-    """What drafts that are accepted by chance leave of the scores."""
+    """Return what drafts that are accepted by chance leave of the scores."""
     requests = [sequence.request for sequence in layout.sequences]
     drawn = [feeds.added_to(source).drawn_from for source in layout.sources]
     return judged(scores, batch, [*zip(requests, layout.first, layout.drafts, drawn, strict=True)])
@@ -288,9 +288,11 @@ def _early(layout: Layout, output: StepOutput, feeds: Feeds) -> Tensor | None:
 def mixed(
     request: Request, given: Scores, beside: list[Tensor], early: Tensor | None = None
 ) -> Scores:
-    """What is to be processed of R rows, of which the (R, V) logits of companions stand `beside`,
-    and (n, R, V) those of `early` layers; the given scores themselves where nothing is to be done
-    to them."""
+    """Return the scores of R rows before processors: log-probabilities or the readout's mixture
+    where the request wants them, the given scores themselves otherwise.
+
+    `beside`: (R, V) logits of companions; `early`: (n, R, V) those of earlier layers.
+    """
     found = given
     if request.readout is not None:
         found = Scores.of(request.readout.mix(given.values, beside, early))

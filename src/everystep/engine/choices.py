@@ -37,7 +37,7 @@ from everystep.types import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRecord:
-    """What one kind of strategy saw and chose in one step; made only for observers.
+    """A look at what one kind of strategy saw and chose in one step; made only for observers.
 
     `captures`: of a sequence whose request wants its layers or attentions, by its index, the first
     position fed and what was answered.
@@ -50,7 +50,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What a step changes, all of it: to put it in place twice is the same as once.
+    """All changes of a step: to put them in place twice is the same as once.
 
     `over`: groups whose last event is among the `events`, which are all that wait to be taken.
     """
@@ -64,7 +64,7 @@ class Commit:
 
 @dataclass(slots=True)
 class Choices:
-    """What the first half of a step finds out, from what it fed and what the executor answered.
+    """The choices of a step, made from what it fed and what the executor answered.
 
     `submitted`: how many requests the engine has received so far. `observed`: whether records are
     made. `history`: the scores of earlier steps, and in the end of this one too, where criteria
@@ -109,7 +109,7 @@ class Choices:
             return [one for group in groups for one in self._scored([group])]
 
     def _selected(self, scored: Scored, first: tuple[np.ndarray, ...], before: History) -> None:
-        """What becomes of groups that chose together; if that fails, of each for itself."""
+        """Let groups that chose together select; if that fails, each by itself."""
         picked: Picked = (first,)
         try:
             # Each round after the first sees those before it.
@@ -149,7 +149,7 @@ class Choices:
         self.changes += changes(scored.of_sequences(), children, layout.drafts, table, ledger)
 
     def _note_prompts(self) -> None:
-        """How likely prompts are, where that was asked."""
+        """Note how likely prompts are, where that was asked."""
         for group, row, positions in self.feeds.prompt_rows:
             change = next((one for one in self.changes if one.group is group), None)
             if change is None:
@@ -163,7 +163,7 @@ class Choices:
         self.changes += failed(groups, error, self.feeds.table, self.feeds.ledger)
 
     def _captures(self, scored: Scored) -> Iterator[tuple[int, tuple[int, Answer]]]:
-        """What the feeds of sequences returned beside logits, for requests that want it."""
+        """Yield what the feeds of sequences returned beside logits, for requests that want it."""
         for s, source in enumerate(scored.layout.sources):
             f = self.feeds.feed_of[id(source)]
             answer = self.output.answers.get(f)
@@ -174,7 +174,7 @@ class Choices:
 def failed(
     groups: list[Group], error: Exception, table: TokenTable, ledger: Ledger
 ) -> list[Change]:
-    """What becomes of groups that this error ends."""
+    """End the groups with this error."""
     return [abandoned(group, FinishReason("error", error), table, ledger) for group in groups]
 
 

@@ -46,7 +46,7 @@ class Collector:
 
     @property
     def keeps(self) -> bool:
-        """Whether there is anything to record."""
+        """True if there is anything to record."""
         return self.scores or self.logits or self.captures
 
     def __call__(self, record: StepRecord) -> None:
@@ -178,7 +178,7 @@ def _per_token(
 
 
 def _cut(answer: Answer, first: int, last: int, after: int) -> Answer:
-    """What a feed of [first, last) of these positions, which `after` more follow, would have
+    """Return what a feed of [first, last) of these positions, which `after` more follow, would have
     returned."""
     layers, own, across = answer.layers, answer.attentions, answer.cross_attentions
     return Answer(

@@ -45,9 +45,12 @@ class Corpus:
     def follow(
         self, tail: np.ndarray, longest: int, most: int, rank: int = 0
     ) -> tuple[int, np.ndarray]:
-        """How many of the last ids of `tail`, at most `longest`, stand in the corpus; and up to
-        `most` ids that come next there, each the one that is seen most often, of the first ones
-        the one that `rank` others are seen more often than."""
+        """Count the last ids of `tail`, at most `longest`, that stand in the corpus, and return up
+        to `most` ids that come next there.
+
+        Each of them is the one that is seen most often, the first of them the one that `rank`
+        others are seen more often than.
+        """
         size, place = self._longest(tail, longest)
         found: list[int] = []
         while size and len(found) < most:
@@ -76,7 +79,7 @@ class Corpus:
         return low, where
 
     def _places(self, ids: np.ndarray) -> tuple[int, int]:
-        """Where in the order suffixes stand that begin with these ids."""
+        """Find the range of suffixes, in their order, that begin with these ids."""
         place = 0, len(self._order)
         for depth, token in enumerate(ids.tolist()):
             if place[0] == place[1]:
@@ -85,7 +88,7 @@ class Corpus:
         return place
 
     def _narrowed(self, place: tuple[int, int], depth: int, token: int) -> tuple[int, int]:
-        """Those of them that go on with this id after `depth` others."""
+        """Narrow the range to suffixes that go on with this id after `depth` others."""
         order, ids, last = self._order, self.ids, len(self.ids) - 1
 
         def key(index: int) -> int:
@@ -117,7 +120,7 @@ def suffix_order(ids: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class CorpusLookup:
-    """What followed the latest ids in a corpus, at least two of them.
+    """A drafter that copies what followed the latest ids in a corpus, at least two of them.
 
     Tries up to `max_ngram` ids; drafts `tokens` ids where there are so many, none at or after an id
     of `stop_ids`. `prompt`: looks into the sequence itself where the corpus knows fewer ids.

@@ -65,7 +65,7 @@ class DraftModel:
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """What ends a draft: a guess that is less likely than the threshold, or one of the ids."""
+    """The end of a draft: a guess that is less likely than the threshold, or one of the ids."""
 
     threshold: float
     stop_ids: tuple[int, ...] = ()
@@ -100,7 +100,7 @@ class Guesses:
         return self.model.held()
 
     def _readable(self, sequence: Sequence) -> bool:
-        """Whether the draft model knows all ids before the generated ones."""
+        """Tell whether the draft model knows all ids before the generated ones."""
         ids = sequence.request.prompt.ids
         return ids is not None and bool((ids < self.model.executor.vocab_size).all())
 
@@ -180,7 +180,7 @@ def forget_guesses(sequences: list[Sequence]) -> None:
 
 
 def _alike(sequences: list[Sequence]) -> list[np.ndarray]:
-    """Which sequences choose alike, with equal kinds of draws."""
+    """Sort the sequences into those that choose alike, with equal kinds of draws."""
     found: dict[object, list[int]] = {}
     for s, sequence in enumerate(sequences):
         request = sequence.request

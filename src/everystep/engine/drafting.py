@@ -153,7 +153,7 @@ class Drafters:
 
 
 def _drafts(group: Group, sequence: Sequence) -> bool:
-    """Whether a draft may follow the sequence.
+    """Tell whether a draft may follow the sequence.
 
     Where a draft may be rejected by chance, siblings that open together would have it in common,
     and so not be drawn independently.
@@ -165,5 +165,5 @@ def _drafts(group: Group, sequence: Sequence) -> bool:
 
 
 def _room(sequence: Sequence) -> int:
-    """How many tokens may follow a sequence in addition to the one that it chooses now."""
+    """Count the tokens that may follow a sequence in addition to the one that it chooses now."""
     return sequence.request.max_length - sequence.length - 1

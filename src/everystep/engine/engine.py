@@ -105,7 +105,7 @@ class Engine:
 
     @property
     def pending(self) -> bool:
-        """Whether any request is not over, or anything is still to be reported."""
+        """True if a request is not over, or anything is still to be reported."""
         return bool(self.scheduler.groups or self._outbox or self._commit)
 
     @property
@@ -178,7 +178,8 @@ class Engine:
             release(sequence, self.ledger)
 
     def dump(self, group: Group) -> bytes:
-        """What the group knows, for `restore`; it goes on here as if nothing had happened.
+        """Write down what the group knows, for `restore`; it goes on here as if nothing had
+        happened.
 
         RequestError where it holds what cannot be written.
         """
@@ -295,7 +296,7 @@ class Engine:
         ]
 
     def _join(self, group: Group, running: list[Group], room: Room) -> bool:
-        """Whether the group may feed; it holds what it found in the rows of others."""
+        """Let the group share rows of others, and tell whether it may feed now."""
         found = self.prefixes.join(group, running, room)
         if found:
             self.counts.forked += found - group.request.prompt.start
@@ -324,8 +325,10 @@ class Engine:
         return Feeds(self.table, self.ledger, self.executor.inputs)
 
     def _run(self, feeds: Feeds, groups: list[Group]) -> StepOutput | None:
-        """What the executor answers. If it fails, the group that broke it is found by feeding one
-        at a time, each until it has chosen."""
+        """Run the feeds; None where the executor fails.
+
+        The group that broke it is then found by feeding one at a time, each until it has chosen.
+        """
         work = feeds.work()
         self.counts.forwards += 1
         self.counts.fed += len(work.tokens)

@@ -58,11 +58,11 @@ class Grant(NamedTuple):
     shares: bool = True
 
     def owes(self, table: TokenTable) -> bool:
-        """Whether this step feeds what sequences share, and nothing else of the group."""
+        """Tell whether this step feeds what sequences share, and nothing else of the group."""
         return self.shares and len(self.group.live) > 1 and owed(self.group, table) > 0
 
     def chooses(self, table: TokenTable) -> bool:
-        """Whether the group feeds all that it has, and so makes its next choice."""
+        """Tell whether the group feeds all that it has, and so makes its next choice."""
         return self.group.pending <= self.tokens and not self.owes(table)
 
 
@@ -80,7 +80,7 @@ class Feed(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Added:
-    """What guests add to the feed of one sequence.
+    """The additions of guests to the feed of one sequence.
 
     `draft`: ids (n,) that follow its own; `drawn_from`: the scores (n, V) that they were drawn
     from, if they were. `alternatives`: copies of the sequence with other drafts. `given`: inputs of
@@ -209,7 +209,7 @@ class Feeds:
         hidden: bool,
         chooses: bool,
     ) -> Extra | None:
-        """What a feed brings and wants beyond ids and logits; None for a plain one."""
+        """Return what a feed brings and wants beyond ids and logits; None for a plain one."""
         request = source.request
         wants = request.wants
         layers, attentions = (chooses and wants.layers), (chooses and wants.attentions)
@@ -226,7 +226,8 @@ class Feeds:
         return Extra(inputs, positions, mask, request.adapters, *wanted, span.whole(), early)
 
     def ask_prompt(self, group: Group, sequence: Sequence, count: int) -> int:
-        """How many rows before those of its choice say how likely the prompt is."""
+        """Ask for the rows that say how likely the prompt is, and count them; they stand before
+        those of a choice."""
         positions = prompt_rows(group, sequence.cached, count)
         if positions:
             self.prompt_rows.append((group, self.wanted, positions))
@@ -255,7 +256,7 @@ class Feeds:
 
 
 def columns_of(sequence: Sequence) -> Columns:
-    """What the sequence remembers of its hidden states, which are those of its own tokens."""
+    """Return the hidden states that the sequence remembers, which are those of its own tokens."""
     columns: Columns | None = sequence.memo.get(COLUMNS)
     if columns is None:
         columns = sequence.memo[COLUMNS] = Columns(sequence.request.shift)
@@ -334,7 +335,8 @@ def write_draft(sequence: Sequence, feeds: Feeds) -> np.ndarray:
 
 
 def chunk_of(grant: Grant, table: TokenTable) -> Missing:
-    """What a group that does not choose feeds: whose positions, and how many of each."""
+    """List the units that a group feeds where it does not choose, with how many positions of
+    each."""
     group, left = grant.group, grant.tokens
     if grant.owes(table):
         missing = debts(group, table)
@@ -375,13 +377,13 @@ def _hidden(ids: np.ndarray, given: tuple[Given, ...]) -> np.ndarray:
 
 
 def scattered(group: Group) -> bool:
-    """Whether any of several sequences has lost its row."""
+    """Tell whether any of several sequences has lost its row."""
     live = group.live
     return len(live) > 1 and None in [sequence.row for sequence in live]
 
 
 def owed(group: Group, table: TokenTable) -> int:
-    """How many positions the first sequence feeds before the others can fork its rows.
+    """Count the positions that the first sequence feeds before the others can fork its rows.
 
     0 where all have rows, and where there is nothing to share.
     """
@@ -389,7 +391,7 @@ def owed(group: Group, table: TokenTable) -> int:
 
 
 def debts(group: Group, table: TokenTable) -> Missing:
-    """What the first sequence and its companions lack of what all sequences share."""
+    """List what the first sequence and its companions lack of what all sequences share."""
     lead, request = group.live[0], group.request
     # Each keeps at least one position of its own.
     tails = [table.data[s.line, request.prompt_visible : s.visible - 1] for s in group.live]

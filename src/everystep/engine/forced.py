@@ -86,7 +86,7 @@ def _forced(place: GrammarPlace, asked: Asked, table: TokenTable) -> np.ndarray:
 
 
 def _place(sequence: Sequence) -> GrammarPlace:
-    """Where the sequence stands in the grammar of its request."""
+    """Return the place of the sequence in the grammar of its request."""
     grammar = next(p for p in sequence.request.processors if isinstance(p, GrammarMask))
     return grammar.place(sequence)
 

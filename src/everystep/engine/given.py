@@ -31,7 +31,7 @@ class Span:
 
     @property
     def inside(self) -> int:
-        """How many of its positions are the prompt's; the others are generated."""
+        """The number of its positions that are the prompt's; the others are generated."""
         return min(self.count, max(self.prompt.length - self.start, 0))
 
     def inputs(self, declared: Mapping[str, InputSpec]) -> tuple[Given, ...]:
@@ -53,7 +53,7 @@ class Span:
         return tuple(found)
 
     def _with_after(self, values: Tensor, after: str) -> Tensor:
-        """What these positions are given of an input per token, generated ones as it says."""
+        """Cut an input per token to these positions, and add what generated ones are given."""
         part, beyond = values[self.start : self.stop], self.count - self.inside
         if after == "nothing" or not beyond:
             return part
@@ -61,7 +61,7 @@ class Span:
         return torch.cat([part, last.expand(beyond, *last.shape[1:])])
 
     def whole(self) -> Mapping[str, Tensor]:
-        """What the prompt is given as a whole, where it is fed here."""
+        """Return what the prompt is given as a whole, where it is fed here."""
         if not self.prompt.whole or not self.inside:
             return {}
         if self.start or self.inside < self.prompt.length:
@@ -70,7 +70,7 @@ class Span:
         return self.prompt.whole
 
     def _injected(self) -> list[Given]:
-        """What is injected here, one piece per run of neighbouring positions."""
+        """Cut what is injected here into one piece per run of neighbouring positions."""
         if self.prompt.injected is None or not self.inside:
             return []
         injected, found = self.prompt.injected, list[Given]()
@@ -139,7 +139,7 @@ def require_fitting(request: Request, declared: Mapping[str, InputSpec]) -> None
 def _misfits(
     prompt: Prompt, declared: Mapping[str, InputSpec]
 ) -> Iterator[tuple[str, object, object]]:
-    """What is wrong, what was wanted and what was given."""
+    """Yield each misfit as its subject, what was wanted and what was given."""
     for name, values in prompt.inputs.items():
         spec = declared[name]
         shape = spec.shape_of(prompt.length, values)

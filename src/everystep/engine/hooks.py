@@ -44,7 +44,8 @@ Gifts = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptGifts:
-    """What hooks give for a prompt that is fed in chunks: a memory that is the same all along."""
+    """The gifts of hooks for a prompt that is fed in chunks: a memory that is the same all
+    along."""
 
     gifts: Gifts
 
@@ -162,7 +163,7 @@ class Hooking:
         return _equal(gifts, foreseen[place - 1])
 
     def _of_prompt(self, sequence: Sequence, state: Hooked, stop: int, line: np.ndarray) -> Gifts:
-        """What is given for the prompt's positions from the cached ones on up to `stop`."""
+        """Return the gifts for the prompt's positions from the cached ones on up to `stop`."""
         request, first = sequence.request, sequence.request.prompt.start
         length = request.prompt.length
         kept: PromptGifts | None = sequence.memo.get(_PROMPT)
@@ -185,7 +186,7 @@ class Hooking:
         count: int,
         line: np.ndarray,
     ) -> Gifts:
-        """What all hooks together give for these positions, by name."""
+        """Ask all hooks for their gifts at these positions, and return them by name."""
         given: dict[str, Tensor] = {}
         for hook, memory in zip(request.hooks, memories, strict=True):
             if type(hook).before_step is Hook.before_step:  # it gives nothing

@@ -35,12 +35,12 @@ class Layout:
 
     @property
     def alternatives(self) -> bool:
-        """Whether any sequence has alternatives."""
+        """True if any sequence has alternatives."""
         return len(set(self.origin)) < len(self.origin)
 
     @property
     def drafted(self) -> bool:
-        """Whether any sequence has more than one row."""
+        """True if any sequence has more than one row."""
         return len(self.owner) > len(self.sequences)
 
     @property

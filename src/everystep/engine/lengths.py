@@ -29,7 +29,7 @@ _SLOPE = 0.1  # of a step's cost that a further position is taken to add, before
 
 
 class Odds(NamedTuple):
-    """How many guesses were right and how many wrong, the latest counting most."""
+    """Counts of right and of wrong guesses, in which the latest weigh most."""
 
     right: float = 1.0
     wrong: float = 1.0
@@ -39,7 +39,7 @@ class Odds(NamedTuple):
 
     @property
     def chance(self) -> float:
-        """How likely the next guess is right."""
+        """The probability that the next guess is right."""
         return self.right / (self.right + self.wrong)
 
 
@@ -49,7 +49,7 @@ _RARELY = Odds(1.0, 3.0)  # how alternatives are taken to do before that is know
 
 @dataclass(slots=True)
 class DraftRecord:
-    """How the drafts of a sequence did: a memory, without which they begin anew.
+    """The success of a sequence's drafts so far: a memory, without which they begin anew.
 
     `tokens`: how long they are by the heuristic schedule. `guesses`: those of first drafts, up to
     the first wrong one. `others`: of each alternative, its first guess. `read`: how many ids there
@@ -82,13 +82,13 @@ class DraftRecord:
         )
 
     def chances(self, count: int) -> list[float]:
-        """How likely the first guesses of so many drafts are right."""
+        """Return how likely the first guesses of so many drafts are right."""
         known = (*self.others, *[_RARELY] * (count - 1 - len(self.others)))
         return [odds.chance for odds in (self.guesses, *known)][:count]
 
 
 def record_of(sequence: Sequence, drafter: Drafter) -> DraftRecord:
-    """What the sequence remembers of its drafts."""
+    """Return what the sequence remembers of its drafts."""
     found = sequence.memo.get(_KEY)
     if not isinstance(found, DraftRecord):
         found = sequence.memo[_KEY] = DraftRecord(drafter.tokens)
@@ -155,7 +155,7 @@ class Measured:
         return np.interp(counts, measured, known) + slope * beyond
 
     def knows(self, count: int) -> bool:
-        """Whether the count was measured, or a smaller and a greater one."""
+        """Tell whether the count was measured, or a smaller and a greater one."""
         if count in self.latest and len(self.latest[count].seconds) > 1:
             return True
         return min(self.latest, default=count) < count < max(self.latest, default=count)
@@ -163,7 +163,7 @@ class Measured:
 
 @dataclass(slots=True)
 class Costs:
-    """What steps and drafts of one engine take, as they were measured.
+    """The times that steps and drafts of one engine were measured to take.
 
     `steps`: by positions fed, those in which a drafter was at work and that read the logits of
     every position. `rounds`: of each drafter, one guess by so many sequences. `elapsed`: seconds of
@@ -200,13 +200,13 @@ class Costs:
 
     @property
     def allow_trying(self) -> bool:
-        """Whether so little was lost that a draft may be made to see how it does."""
+        """True if so little was lost that a draft may be made to see how it does."""
         return self.spent <= _SHARE * self.elapsed
 
 
 @dataclass(slots=True)
 class Lengths:
-    """How many ids each sequence's draft may have.
+    """The choice of how many ids each sequence's draft may have.
 
     `idle`: drafters whose drafts did not pay when they were last asked, with how many positions
     that step fed without them.
@@ -216,7 +216,7 @@ class Lengths:
     idle: dict[Drafter, int] = field(default_factory=dict)
 
     def is_idle(self, drafter: Drafter, fed: int) -> bool:
-        """Whether nothing has changed since drafts of it did not pay."""
+        """Tell whether nothing has changed since drafts of it did not pay."""
         return self.idle.get(drafter) == fed and not self.costs.allow_trying
 
     def forget(self, drafter: Drafter) -> None:
@@ -291,8 +291,8 @@ def chances_of(records: list[DraftRecord], most_drafts: list[int]) -> list[list[
 def best_lengths(
     costs: Costs, drafter: Drafter, chances: list[list[float]], fed: int, units: int = 1
 ) -> list[list[int]]:
-    """How many ids each draft of each sequence may have, so that the step gives the most tokens per
-    second.
+    """Choose how many ids each draft of each sequence may have, so that the step gives the most
+    tokens per second.
 
     `chances`: how likely the first guess of each draft is right. A guess whose chance is q for the
     first place of its draft, and p for each that follows, adds q * p^j tokens at place j; p is that

@@ -91,8 +91,8 @@ def prompt_rows(group: Group, start: int, count: int) -> range:
 
 
 def with_prompt(group: Group, positions: range, logits: Tensor) -> tuple[Likelihood, ...]:
-    """What is known of the group's prompt and how likely the ids after these positions are; (R, V)
-    `logits` of the positions."""
+    """Add to what is known of the group's prompt how likely the ids after these positions are; (R,
+    V) `logits` of the positions."""
     ids, best = group.request.prompt.ids, group.request.wants.prompt_logprobs or 0
     followed = ids[positions.start + 1 : positions.stop + 1]  # type: ignore[index]
     return (*(group.prompt_known or ()), *likelihoods(logits, followed, best))
@@ -109,8 +109,8 @@ def last_choices(memo: Mapping[str, Any], length: int) -> list[Likelihood]:
 
 
 def with_given(memo: Mapping[str, Any], kept: int, given: list[int], best: int) -> dict[str, Any]:
-    """What is known where the first `kept` choices of a sequence with this memo stand, followed by
-    ids that were given: of these nothing, which is nan."""
+    """Keep what is known of the first `kept` choices of a sequence with this memo, and add ids that
+    were given: of these nothing is known, which is nan."""
     chain: Chain | None = memo.get(_CHOICES)
     known = [] if chain is None else chain.values()[:kept]
     ids, nothing = np.zeros(best, np.int64), np.full(best, np.nan, np.float32)
@@ -122,13 +122,14 @@ def with_given(memo: Mapping[str, Any], kept: int, given: list[int], best: int) 
 
 
 def choice_logprobs(memo: Mapping[str, Any], length: int) -> TokenLogprobs:
-    """What is known of the first `length` tokens; provisional ones beyond them are left out."""
+    """Return what is known of the first `length` tokens; provisional ones beyond them are left
+    out."""
     chain: Chain | None = memo.get(_CHOICES)
     return _table(chain.values()[:length] if chain else [])
 
 
 def prompt_logprobs(group: Group) -> TokenLogprobs:
-    """What is known of a group's prompt."""
+    """Return what is known of a group's prompt."""
     return _table(group.prompt_known or ())
 
 

@@ -13,7 +13,7 @@ from everystep.types.protocols import Asked, Schedule
 
 @dataclass(frozen=True)
 class PromptLookup:
-    """What followed the latest n-gram where it first stood before.
+    """A drafter that copies what followed the latest n-gram where it first stood before.
 
     Tries n-grams of `max_ngram` ids down to one; drafts `tokens` ids where there are so many, none
     at or after an id of `stop_ids`. `alternatives` are what followed it elsewhere, and what
@@ -66,7 +66,7 @@ def before(guess: np.ndarray, stop_ids: tuple[int, ...]) -> np.ndarray:
 
 
 def _occurrences(ids: np.ndarray, size: int) -> np.ndarray:
-    """Where the last `size` ids stood before, other than at the end; ascending starts."""
+    """Find where the last `size` ids stood before, other than at the end; ascending starts."""
     last = len(ids) - size
     match = ids[:last] == ids[last]
     for k in range(1, size):

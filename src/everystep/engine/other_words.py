@@ -67,7 +67,7 @@ class SpelledRow:
         return SpelledRow(self.held.copy(), self.ids, self.said, self.visible)
 
     def rewind(self, length: int) -> None:
-        """What was said goes if it says more than the first `length` ids; the row is compared when
+        """Drop what was said if it says more than the first `length` ids; the row is compared when
         it is needed."""
         if self.visible > length:
             self.said, self.visible = NO_IDS, 0
@@ -112,7 +112,7 @@ class OtherGuesses:
         return found
 
     def row(self, sequence: Sequence) -> SpelledRow:
-        """What the draft model keeps of the sequence."""
+        """Return what the draft model keeps of the sequence."""
         key = f"spelled row {id(self)}"
         if key not in sequence.memo:
             sequence.memo[key] = SpelledRow(self.model.new_row(), NO_IDS, NO_IDS)

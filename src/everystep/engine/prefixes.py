@@ -37,7 +37,7 @@ class Reuse:
 
 
 class Room(NamedTuple):
-    """What running groups leave: cache rows, and positions in them."""
+    """The space that running groups leave: cache rows, and positions in them."""
 
     rows: int
     positions: int = NO_LIMIT
@@ -53,7 +53,7 @@ class Key(NamedTuple):
 
 
 def key_of(request: Request) -> Key:
-    """What a row must have in common with those of this request."""
+    """Return what a row must have in common with those of this request."""
     return Key(request.salt, request.adapters, request.prompt.past)
 
 
@@ -92,8 +92,9 @@ class Prefixes:
         self._digests: dict[int, tuple[Prompt, np.ndarray]] = {}
 
     def join(self, group: Group, running: list[Group], room: Room) -> int | None:
-        """How many positions a group without rows now holds, forked from another row; None if it is
-        to wait for an earlier group that is just feeding what they share.
+        """Fork the longest prefix of a group without rows from another row, and count its
+        positions; None if the group is to wait for an earlier one that is just feeding what they
+        share.
 
         `room`: what is left when all running groups have the rows that they need.
         """
@@ -132,7 +133,7 @@ class Prefixes:
                 yield kept, self._usable(shared, len(kept.content)), 0
 
     def _usable(self, shared: int, held: int) -> int:
-        """How many of the shared positions can be forked from a row that holds so many."""
+        """Count the shared positions that can be forked from a row that holds so many."""
         if self._cuts:
             return min(shared, held)
         return held if held <= shared else 0
@@ -230,8 +231,8 @@ class Prefixes:
 
 
 def _shares(request: Request) -> bool:
-    """Whether rows of the request may hold what others hold, and it needs nothing of positions that
-    it does not feed."""
+    """Tell whether rows of the request may hold what others hold, and whether it needs nothing of
+    positions that it does not feed."""
     prompt, wants = request.prompt, request.wants
     sees = wants.layers or wants.attentions or wants.prompt_logprobs is not None
     return (
@@ -244,7 +245,7 @@ def _shares(request: Request) -> bool:
 
 
 def _agreement(one: np.ndarray, other: np.ndarray) -> int:
-    """How many rows of (n, k) and (m, l) are equal, from the first on."""
+    """Count the rows of (n, k) and (m, l) that are equal, from the first on."""
     if one.shape[1] != other.shape[1]:
         return 0
     count = min(len(one), len(other))

@@ -25,7 +25,7 @@ from everystep.types.table import common_length
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beginning:
-    """What a sequence begins with after its prompt: ids, (n,) int64, and what it remembers of them
+    """The beginning of a sequence after its prompt: ids, (n,) int64, and what it remembers of them
     that ids cannot tell."""
 
     tokens: np.ndarray
@@ -34,7 +34,7 @@ class Beginning:
 
 
 class Known(NamedTuple):
-    """What another strategy knows of a group that it goes on with, and whether that settles it."""
+    """The knowledge of a group that another strategy goes on with, and whether that settles it."""
 
     state: Any
     settled: bool
@@ -43,7 +43,8 @@ class Known(NamedTuple):
 def forked(
     group: Group, twin: Group, table: TokenTable, ledger: Ledger, known: Known | None = None
 ) -> Group:
-    """What `twin` becomes: all that the group is, on lines of its own and forks of its rows."""
+    """Return what `twin` becomes: all that the group is, on lines of its own and forks of its
+    rows."""
     request, after = twin.request, group.without_live()
     if known is not None:
         after.state, after.settled, after.reported = known.state, known.settled, 0
@@ -75,7 +76,8 @@ def reopened(
     *,
     cuts: bool,
 ) -> Change:
-    """What the group becomes with the request of `after`: one sequence, which has not chosen yet.
+    """Return what the group becomes with the request of `after`: one sequence, which has not chosen
+    yet.
 
     `cuts`: rows can be cut back to any length; where they cannot, one that holds too much is given
     up and fed again.
@@ -106,14 +108,15 @@ def reopened(
 
 
 def _given_alike(old: Request, new: Request) -> bool:
-    """Whether positions of both are given the same beside ids; what hooks give may depend on how
-    long a sequence may become."""
+    """Tell whether positions of both are given the same beside ids; what hooks give may depend on
+    how long a sequence may become."""
     lengths = old.max_length == new.max_length or not new.hooks
     return old.adapters == new.adapters and old.hooks == new.hooks and lengths
 
 
 def _shared(old: Sequence, tokens: np.ndarray, table: TokenTable) -> int:
-    """How many ids after the prompt the sequence and the new one begin with; -1 without a row."""
+    """Count the ids after the prompt that the sequence and the new one begin with; -1 without a
+    row."""
     if old.row is None:
         return -1
     return common_length([table.data[old.line, old.request.prompt_visible : old.visible], tokens])

@@ -39,7 +39,7 @@ class Scheduler(Protocol):
 
     @property
     def room(self) -> Room:
-        """What running groups leave."""
+        """The rows and positions that running groups leave."""
 
     @property
     def groups(self) -> list[Group]:
@@ -165,7 +165,8 @@ class Continuous:
         return grants
 
     def _turn(self, group: Group) -> tuple[int, bool, int]:
-        """Those served longest ago first; of them those that have begun, in order of arrival."""
+        """Return a key that sorts those served longest ago first, and of them those that have
+        begun, in order of arrival."""
         return self.served[id(group)], not group.opened, group.rank
 
     def _settle(self) -> None:
@@ -242,8 +243,8 @@ class Turns:
 
 
 def _usable(group: Group, left: int, *, first: bool) -> int:
-    """How many of `left` positions the group can feed: all that it has to, for its next choice, or
-    less of each row than its last position, which is of no use without the choice.
+    """Count the positions, of `left`, that the group can feed: all that it has to, for its next
+    choice, or less of each row than its last position, which is of no use without the choice.
 
     Where sequences have lost their rows, the first alone feeds, what all of them share at most. A
     prompt that is fed whole goes beyond what is left if it is the `first` of a step.
@@ -260,7 +261,7 @@ def _usable(group: Group, left: int, *, first: bool) -> int:
 
 
 def _is_whole(group: Group) -> bool:
-    """Whether it has yet to feed a prompt that is never fed in pieces."""
+    """Tell whether it has yet to feed a prompt that is never fed in pieces."""
     prompt = group.request.prompt
     return bool(prompt.whole) and any(one.cached < prompt.length for one in group.live)
 

@@ -119,5 +119,5 @@ class SecondModel:
         self.ledger.restart(self.executor.audit())
 
     def held(self) -> int:
-        """How many cache rows it holds."""
+        """Count the cache rows that it holds."""
         return len(self.ledger.held)

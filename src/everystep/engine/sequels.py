@@ -36,7 +36,7 @@ from everystep.types.stored import Chain
 
 @dataclass(slots=True, eq=False)
 class Sequels:
-    """What hooks say of every token that may follow one of R rows.
+    """The answers of hooks about every token that may follow one of R rows.
 
     `follow`: (R,) sequences, each as it is at its row; `sources`: those that were fed; `place`: how
     many drafted tokens of the source a row follows. `states`: what hooks know there, None where
@@ -118,7 +118,7 @@ class Sequels:
         )  # fmt: skip
 
     def after(self, row: int, token: int) -> Hooked:
-        """What hooks know when the token follows the row."""
+        """Return what hooks know when the token follows the row."""
         found = self.known.get((row, token))
         if found is None:
             state = cast(Hooked, self.states[row])
@@ -158,8 +158,8 @@ class Sequels:
         return Hooked(marks, position + 1, forced, stop)
 
     def _arrived(self, r: int, source: Sequence) -> Hooked | None:
-        """What hooks know at a row; None where there are none, or where drafts before it were given
-        something else than they have to be."""
+        """Return what hooks know at a row; None where there are none, or where drafts before it
+        were given something else than they have to be."""
         state: Hooked | None = source.memo.get(HOOKED)
         place = self.place[r]
         if state is None or source.finish is not None or place == 0:

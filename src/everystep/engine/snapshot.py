@@ -39,7 +39,8 @@ def written(group: Group, table: np.ndarray) -> bytes:
 
 
 def read(data: bytes, request: Request) -> dict[str, Any]:
-    """What was written of a group with this request; RequestError if it was another request."""
+    """Read what was written of a group with this request; RequestError if it was another
+    request."""
     saved = from_bytes(data)
     same = isinstance(saved, dict) and saved.get("version") == _VERSION
     if not same or saved.get("fingerprint") != fingerprint(request):

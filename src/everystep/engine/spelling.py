@@ -26,8 +26,8 @@ class Tokenizers:
     other_lookbehind: int = 10
 
     def respelled(self, ids: np.ndarray, said: np.ndarray, known: int) -> np.ndarray:
-        """What the draft model reads for these ids, where `said` is what it reads for the first
-        `known` of them."""
+        """Spell these ids for the draft model, where `said` is what it reads for the first `known`
+        of them."""
         start = known - self.own_lookbehind
         if start > 0 and len(said):
             again = _encoded(self.other, _decoded(self.own, ids[start:]))
@@ -41,7 +41,8 @@ class Tokenizers:
         return _encoded(self.other, _decoded(self.own, ids), special=True)
 
     def _agree(self, ids: np.ndarray, said: np.ndarray, more: int) -> bool:
-        """Whether both end in the same text, going by a few ids more than were spelled again."""
+        """Tell whether both end in the same text, going by a few ids more than were spelled
+        again."""
         own = _decoded(self.own, ids)
         other = _decoded(self.other, said[max(len(said) - more - self.own_lookbehind, 0) :])
         return own.endswith(other) or other.endswith(own)
@@ -94,7 +95,7 @@ class SharedTokens:
 
 
 def longest_run(one: np.ndarray, other: np.ndarray) -> tuple[int, int] | None:
-    """Where the longest ids in a row that both have end in each; None without any."""
+    """Find where the longest ids in a row that both have end in each; None without any."""
     equal = one[:, None] == other[None, :]
     runs = np.zeros((len(one) + 1, len(other) + 1), dtype=np.int64)
     for i in range(len(one)):
@@ -127,6 +128,6 @@ def _with_spaces(own: Any, other: Any) -> Mapping[str, int]:
 
 
 def _space(tokenizer: Any) -> str:
-    """How the tokenizer spells a space before a word; "" if it does not."""
+    """Return the tokenizer's spelling of a space before a word; "" if it has none."""
     ids = tokenizer.encode(" ", add_special_tokens=False)
     return str(tokenizer.convert_ids_to_tokens(ids)[0][:1]) if len(ids) else ""

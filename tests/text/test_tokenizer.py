@@ -314,7 +314,7 @@ def test_a_panic_of_the_library_is_a_tokenizer_error() -> None:
         pass
 
     class Backend:
-        def encode_batch(self, *args: Any, **options: Any) -> Any:
+        def encode_batch_fast(self, *args: Any, **options: Any) -> Any:
             raise Panic("index out of bounds")
 
         def get_vocab_size(self, with_added_tokens: bool) -> int:
@@ -327,7 +327,7 @@ def test_a_panic_of_the_library_is_a_tokenizer_error() -> None:
 
 def test_a_request_to_stop_passes_through() -> None:
     class Backend:
-        def encode_batch(self, *args: Any, **options: Any) -> Any:
+        def encode_batch_fast(self, *args: Any, **options: Any) -> Any:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -60,4 +60,9 @@ def _array(given: Any) -> np.ndarray:
     if found.shape[0] * found.shape[1] > MOST_PIXELS:
         wanted = f"at most {MOST_PIXELS}"
         raise FormatError("the image has too many pixels", wanted=wanted, got=found.shape)
-    return found[..., :3] if found.shape[2] > 1 else np.repeat(found, 3, axis=2)
+    # `np.repeat` would hold the interpreter's lock.
+    return (
+        found[..., :3]
+        if found.shape[2] > 1
+        else np.broadcast_to(found, (*found.shape[:2], 3)).copy()
+    )

@@ -20,8 +20,7 @@ from everystep.types import InputSpec
 from everystep.types.protocols import Hook
 
 _HIDES = -1e4  # an additive mask hides from here downwards, as half precision allows
-
-
+_PIECE = 1 << 14  # numbers of a list that are read at once
 _ROWS = "Pass a tensor, with rows padded to one length"
 
 
@@ -29,7 +28,8 @@ def as_numbers(name: str, given: Any, wanted: str, do: str = _ROWS) -> Tensor:
     """The tensor, array or nested list as a tensor; RequestError where it holds no numbers, or not
     one beside the other."""
     try:
-        found = torch.as_tensor(given)
+        found = _in_pieces(given) if isinstance(given, list) and len(given) > _PIECE else None
+        found = torch.as_tensor(given) if found is None else found
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         got = type(given).__name__
         raise RequestError(f"{name} is not a tensor", wanted=wanted, got=got, do=do) from error
@@ -41,6 +41,20 @@ def as_numbers(name: str, given: Any, wanted: str, do: str = _ROWS) -> Tensor:
         do = f"Pass {name}.dequantize()" if found.is_quantized else f"Pass {name}.to_dense()"
         raise RequestError(f"{name} is not a plain tensor", wanted=wanted, got=got, do=do)
     return found.detach()
+
+
+def _in_pieces(given: list[Any]) -> Tensor | None:
+    """A long list of whole numbers as a tensor; None where it holds something else.
+
+    One piece at a time is read, for other threads cannot run meanwhile.
+    """
+    found = torch.empty(len(given), dtype=torch.int64)
+    for start in range(0, len(given), _PIECE):
+        piece = torch.as_tensor(given[start : start + _PIECE])
+        if piece.dtype != torch.int64 or piece.dim() != 1:
+            return None
+        found[start : start + _PIECE] = piece
+    return found
 
 
 # --- ids and embeddings ---------------------------------------------------------------------------

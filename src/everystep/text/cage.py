@@ -29,6 +29,8 @@ from everystep.text import caged
 from everystep.text.rendering import Answer, WrongTemplate, exceeded, not_compiled
 from everystep.text.sandbox import TemplateLimits
 
+# How it shows that a process has ended, or says what it never would.
+_SILENT = (OSError, ValueError, TypeError, LookupError, RecursionError)
 _KEPT = 2  # processes of one template that wait for its next chat, at most
 _PATIENCE = 10.0  # seconds of the clock for each of processor time, on a busy machine
 _TOO_MUCH = "it needs more time or memory than a template gets"
@@ -127,7 +129,7 @@ class _Cage:
             most = 6 * self._limits.text_characters + (1 << 20)
             data = caged.receive(cast(FileIO, process.stdout), most)
             return None if data is None else caged.unpacked(data)
-        except (OSError, ValueError, RecursionError):  # it has ended, or says what it never would
+        except _SILENT:
             return None
         except BaseException:  # an interrupt: its answer would be taken for that of the next chat
             self.end()

@@ -21,6 +21,7 @@ DAY = 86400.0  # seconds: clocks of the system take no infinity
 _LENGTH, _PIECE = 8, 1 << 16  # bytes
 # A key that is not a text has no place in JSON: such a dict is written as a list of pairs.
 _PAIRS = "\ufdd2pairs"
+_TEXT, _LONG = "\ufdd2text", 1 << 14  # which of the long texts, and of how many characters
 _MEMORY = 256 << 20  # bytes
 # Uses what opens files when it is first used: escapes, the time zone, entities, and a failure.
 _FIRST = (
@@ -29,19 +30,37 @@ _FIRST = (
 
 
 def packed(value: Any) -> bytes:
-    """A value of plain types as bytes; RecursionError or ValueError where JSON has no place."""
-    text = json.dumps(_with_text_keys(value), ensure_ascii=False, separators=(",", ":"))
-    return text.encode("utf-8", "surrogatepass")
+    """A value of plain types as bytes; RecursionError or ValueError where JSON has no place.
+
+    Long texts stand behind the JSON, whose reader and writer would hold the interpreter's lock for
+    as long as they take.
+    """
+    texts: list[str] = []
+    whole = json.dumps(_stored(value, texts), ensure_ascii=False, separators=(",", ":"))
+    pieces = [one.encode("utf-8", "surrogatepass") for one in (whole, *texts)]
+    return b"".join(part for piece in pieces for part in (_sized(piece), piece))
 
 
 def unpacked(data: bytes) -> Any:
-    """The value that `packed` wrote."""
-    return json.loads(data.decode("utf-8", "surrogatepass"), object_hook=_with_own_keys)
+    """The value that `packed` wrote; LookupError, TypeError or ValueError if it did not."""
+    pieces, place = list[str](), 0
+    while place < len(data):
+        start = place + _LENGTH
+        place = start + int.from_bytes(data[place:start], "big")
+        pieces.append(data[start:place].decode("utf-8", "surrogatepass"))
+    whole, *texts = pieces
+
+    def restored(stored: dict[str, Any]) -> Any:
+        if _TEXT in stored:
+            return texts[stored[_TEXT]]
+        return dict(stored[_PAIRS]) if _PAIRS in stored else stored
+
+    return json.loads(whole, object_hook=restored)
 
 
 def send(stream: RawIOBase, data: bytes) -> None:
     """Writes one message."""
-    waiting = memoryview(len(data).to_bytes(_LENGTH, "big") + data)
+    waiting = memoryview(_sized(data) + data)
     while waiting:
         waiting = waiting[stream.write(waiting) or 0 :]
 
@@ -63,18 +82,25 @@ def _read(stream: RawIOBase, count: int) -> bytes:
     return bytes(found)
 
 
-def _with_text_keys(value: Any) -> Any:
+def _sized(data: bytes) -> bytes:
+    """The bytes that say how many others follow."""
+    return len(data).to_bytes(_LENGTH, "big")
+
+
+def _stored(value: Any, texts: list[str]) -> Any:
+    """The value as JSON can hold it; its long texts are in `texts`."""
+    if isinstance(value, str) and len(value) > _LONG:
+        texts.append(value)
+        return {_TEXT: len(texts) - 1}
     if isinstance(value, list):
-        return [_with_text_keys(item) for item in value]
+        return [_stored(item, texts) for item in value]
     if not isinstance(value, dict):
         return value
-    if all(isinstance(key, str) for key in value) and _PAIRS not in value:
-        return {key: _with_text_keys(item) for key, item in value.items()}
-    return {_PAIRS: [[_with_text_keys(key), _with_text_keys(item)] for key, item in value.items()]}
-
-
-def _with_own_keys(value: dict[str, Any]) -> dict[Any, Any]:
-    return dict(value[_PAIRS]) if _PAIRS in value else value
+    plain = all(isinstance(key, str) and len(key) <= _LONG for key in value)
+    if plain and not {_PAIRS, _TEXT} & value.keys():
+        return {key: _stored(item, texts) for key, item in value.items()}
+    pairs = value.items()
+    return {_PAIRS: [[_stored(key, texts), _stored(item, texts)] for key, item in pairs]}
 
 
 def _import_rendering(folders: list[str]) -> Any:

@@ -11,8 +11,6 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import tokenizers
-
 from everystep.errors import (
     RequestError,
     TokenizerError,
@@ -23,6 +21,7 @@ from everystep.errors import (
 )
 from everystep.text.batch import Columns, Padding, Side, Truncation
 from everystep.text.native import checked_text
+from everystep.text.parts import Encoded
 from everystep.text.settings import NO_LIMIT
 
 TextInput = str | Sequence[str] | Sequence[tuple[str, str]]
@@ -44,7 +43,6 @@ UNSUPPORTED: dict[str, object] = {
 COLUMNS = {
     "input_ids": "ids",
     "token_type_ids": "type_ids",
-    "attention_mask": "attention_mask",
     "special_tokens_mask": "special_tokens_mask",
     "offset_mapping": "offsets",
 }
@@ -211,18 +209,20 @@ def _length(what: str, max_length: int | None, limit: int) -> int:
 
 
 def columns_of(
-    encodings: Sequence[tokenizers.Encoding],
+    encodings: Sequence[Encoded],
     wanted: Collection[str],
     cut: Truncation | None,
 ) -> Columns:
     """The wanted columns of the encodings, in the order of COLUMNS, cut where they are too long."""
-    columns = {
+    columns: Columns = {
         name: [getattr(encoding, attribute) for encoding in encodings]
         for name, attribute in COLUMNS.items()
         if name in wanted
     }
+    if "attention_mask" in wanted:  # rows are not padded yet
+        columns["attention_mask"] = [[1] * len(encoding) for encoding in encodings]
     for row, encoding in enumerate(encodings):
-        if cut is not None and len(encoding.ids) > cut.length:
+        if cut is not None and len(encoding) > cut.length:
             kept = cut.kept(encoding.sequence_ids)
             for rows in columns.values():
                 rows[row] = [rows[row][position] for position in kept]

@@ -10,10 +10,10 @@ splits the whole: everything else is split as ever.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import tokenizers
 
@@ -21,6 +21,7 @@ from everystep.errors import RequestError
 from everystep.text.batch import BatchEncoding, Columns, Truncation
 from everystep.text.calls import columns_of
 from everystep.text.native import native_call
+from everystep.text.parts import PART, Encoded, encoded
 from everystep.text.template import ChatTemplate, RenderedChat, endless, plain, tokens_within
 
 # Characters that Unicode reserves for use inside a program, and for nobody.
@@ -47,11 +48,11 @@ class Literals:
         added = backend.get_added_tokens_decoder()
         self._special = {id: token for id, token in added.items() if token.special}
         normalized = any(token.normalized for token in self._special.values())
-        self._normalized = normalized and backend.normalizer is not None
+        self.normalized = normalized and backend.normalizer is not None
         contents = [token.content for token in self._special.values()]
         self._pattern = pattern_of(contents)
         self._beginnings = {text[:size] for text in contents for size in range(1, len(text))}
-        self._longest = max(map(len, self._beginnings), default=0)
+        self._longest = max(map(len, contents), default=0)
 
     def __reduce__(self) -> tuple[type[Literals], tuple[tokenizers.Tokenizer]]:
         """Made again where it is copied: a tokenizer's bytes do not say that specials are text."""
@@ -87,10 +88,10 @@ class Literals:
         """The text with its marks; `joined`: other texts may follow it, and end a token that it
         begins."""
         text = given.replace(MARK, "")
-        starts = {found.start() for found in self._pattern.finditer(text)}
+        starts = {found.start() for found in self._written(text)}
         if joined:
             whole = text.rstrip()
-            lengths = range(1, min(len(whole), self._longest) + 1)
+            lengths = range(1, min(len(whole), self._longest - 1) + 1)
             starts |= {len(whole) - n for n in lengths if whole[-n:] in self._beginnings}
         if not starts:
             return text
@@ -100,22 +101,36 @@ class Literals:
         places = [0, *(start + 1 for start in sorted(starts)), len(text)]
         return MARK.join(text[start:end] for start, end in pairwise(places))
 
-    def disguised(self, text: str, encoding: tokenizers.Encoding) -> bool:
+    def _written(self, text: str) -> Iterator[re.Match[str]]:
+        """The special tokens in a text, piece by piece: a search holds the interpreter's lock."""
+        start, end = 0, PART
+        while start < len(text):
+            found = self._pattern.search(text, start, end + self._longest - 1)
+            if found is None or found.start() >= end:
+                start, end = end, end + PART
+            else:
+                yield found
+                start = found.end()
+                end = max(start, end)
+
+    def disguised(self, text: str, encoding: Any) -> bool:
         """Whether a special token was found in what becomes its text when it is normalised."""
-        places = zip(encoding.ids, encoding.offsets, strict=True) if self._normalized else ()
+        places = zip(encoding.ids, encoding.offsets, strict=True) if self.normalized else ()
         return any(
             id in self._special and self._special[id].content not in text[start:end]
             for id, (start, end) in places
         )
 
-    def encode(self, text: str, marks: Sequence[int]) -> tokenizers.Encoding:
-        """The encoding of a chat without its marks; `original` gives its ids."""
-        written = set(marks)
-
-        def spelled(found: re.Match[str]) -> str:
-            return found[0] if found.start() in written else self._spellings[found[0]]
-
-        return self._copy[0].encode(self._pattern.sub(spelled, text), add_special_tokens=False)
+    def encode(self, text: str, marks: Sequence[int], *, only_ids: bool) -> Encoded:
+        """Encode a chat without its marks; `original` gives its ids."""
+        written, pieces, last = set(marks), list[str](), 0
+        for found in self._written(text):
+            if found.start() not in written:
+                pieces += [text[last : found.start()], self._spellings[found[0]]]
+                last = found.end()
+        spelled = "".join([*pieces, text[last:]])
+        copy = self._copy[0]
+        return encoded(copy, [spelled], add_special_tokens=False, only_ids=only_ids)[0]
 
     def original(self, ids: Sequence[int]) -> list[int]:
         """Ids of the copy as those of the tokenizer."""
@@ -179,35 +194,42 @@ def rendered_chats(
 
 def columns_of_chats(
     rendered: Sequence[RenderedChat],
-    encode: Callable[[list[str]], list[tokenizers.Encoding]],
+    backend: tokenizers.Tokenizer,
     literals: Literals | None,
     cut: Truncation | None,
     masks: bool,
 ) -> Columns:
-    """The columns of rendered chats; they hold every special token, so `encode` adds none."""
+    """The columns of rendered chats; they hold every special token, so that none is added."""
     read = [without_marks(chat) for chat in rendered]
-    encodings = encode([chat.text for chat, _ in read])
-    written = dict[int, Literals]()
-    for row, (chat, marks) in enumerate(read):
-        if literals is not None and (marks or literals.disguised(chat.text, encodings[row])):
-            written[row] = literals
-            with native_call("The text cannot be tokenized"):
-                encodings[row] = literals.encode(chat.text, marks)
-    columns = columns_of(encodings, ("input_ids", "attention_mask", "offset_mapping"), cut)
+    only_ids = not masks and not (literals is not None and literals.normalized)
+    encodings, written = list[Encoded](), dict[int, Literals]()
+    with native_call("The text cannot be tokenized"):
+        as_given = [chat.text for chat, marks in read if literals is None or not marks]
+        found = iter(encoded(backend, as_given, add_special_tokens=False, only_ids=only_ids))
+        for row, (chat, marks) in enumerate(read):
+            encoding = next(found) if literals is None or not marks else None
+            if literals is not None and (marks or literals.disguised(chat.text, encoding)):
+                written[row] = literals
+                encoding = literals.encode(chat.text, marks, only_ids=not masks)
+            encodings.append(cast(Encoded, encoding))
+    wanted = ("input_ids", "attention_mask", *(["offset_mapping"] if masks else []))
+    columns = columns_of(encodings, wanted, cut)
     for row, own in written.items():
         columns["input_ids"][row] = own.original(columns["input_ids"][row])
-    offsets = columns.pop("offset_mapping")
     if masks:
         columns["assistant_masks"] = [
             tokens_within(row, chat.generations)
-            for row, (chat, _) in zip(offsets, read, strict=True)
+            for row, (chat, _) in zip(columns.pop("offset_mapping"), read, strict=True)
         ]
     return columns
 
 
 def without_marks(chat: RenderedChat) -> tuple[RenderedChat, list[int]]:
     """The chat as it reads, and where special tokens begin that are only written there."""
-    places = [place for place, character in enumerate(chat.text) if character == MARK]
+    places, place = list[int](), chat.text.find(MARK)
+    while place >= 0:
+        places.append(place)
+        place = chat.text.find(MARK, place + 1)
     if not places:
         return chat, []
     starts = [place - earlier - 1 for earlier, place in enumerate(places)]

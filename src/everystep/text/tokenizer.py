@@ -37,6 +37,7 @@ from everystep.text.folder import read_folder, write_folder
 from everystep.text.gguf import read_gguf
 from everystep.text.literal import Literals, Shown, columns_of_chats, rendered_chats, without_marks
 from everystep.text.native import checked_text, id_of, native_call
+from everystep.text.parts import Encoded, encoded
 from everystep.text.pieces import Decoding
 from everystep.text.settings import NamedToken, Settings, checked_side, described
 from everystep.text.template import chosen_template, refuse_open_end, refuse_unread
@@ -151,19 +152,23 @@ class Tokenizer:
             "special_tokens_mask": return_special_tokens_mask,
             "offset_mapping": return_offsets_mapping,
         }
-        encodings = self._encodings(texts, add_special_tokens)
+        wanted = {name for name, is_asked in asked.items() if is_asked}
+        only_ids = wanted <= {"input_ids", "attention_mask"}
+        encodings = self._encodings(texts, add_special_tokens, only_ids=only_ids)
+        columns = columns_of(encodings, wanted, cut)
         if add_special_tokens:
-            self._warn_of_second_bos(encodings)
-        columns = columns_of(encodings, [name for name in asked if asked[name]], cut)
+            self._warn_of_second_bos(columns["input_ids"])
         return shaped(pad(columns) if pad else columns, single, return_tensors)
 
     def encode(self, text: str, text_pair: str | None = None, **options: Any) -> Any:
         """The ids of one text: the column `input_ids` of a call."""
-        return self(text, text_pair, **options)["input_ids"]
+        return self(text, text_pair, **{"return_attention_mask": False, **options})["input_ids"]
 
     def tokenize(self, text: str, add_special_tokens: bool = False) -> list[str]:
         """The tokens of one text, as the vocabulary spells them."""
-        return list(self._encodings([text], add_special_tokens)[0].tokens)
+        with native_call("The text cannot be tokenized"):
+            (found,) = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        return list(found.tokens)
 
     def pad(
         self,
@@ -233,8 +238,9 @@ class Tokenizer:
             return texts[0] if single else texts
         cut = self._truncation(truncation, max_length, padding)
         pad = self._padding(padding, max_length, padding_side, None)
-        encode = functools.partial(self._encodings, add_special_tokens=False)
-        columns = columns_of_chats(rendered, encode, literals, cut, return_assistant_tokens_mask)
+        columns = columns_of_chats(
+            rendered, self.backend, literals, cut, return_assistant_tokens_mask
+        )
         encoding = shaped(pad(columns) if pad else columns, single, return_tensors)
         if shown:
             shown.add_to(encoding)
@@ -368,14 +374,16 @@ class Tokenizer:
         return Decoding.of(self.backend)
 
     def _encodings(
-        self, texts: Sequence[TextItem], add_special_tokens: bool
-    ) -> list[tokenizers.Encoding]:
+        self, texts: Sequence[TextItem], add_special_tokens: bool, *, only_ids: bool
+    ) -> list[Encoded]:
         with native_call("The text cannot be tokenized"):
-            return self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+            return encoded(
+                self.backend, texts, add_special_tokens=add_special_tokens, only_ids=only_ids
+            )
 
-    def _warn_of_second_bos(self, encodings: Sequence[tokenizers.Encoding]) -> None:
+    def _warn_of_second_bos(self, rows: Sequence[list[int]]) -> None:
         bos = self.bos_token_id
-        if bos is not None and any(encoding.ids[:2] == [bos, bos] for encoding in encodings):
+        if bos is not None and any(row[:2] == [bos, bos] for row in rows):
             warnings.warn(
                 f"A text starts with {self.bos_token!r} already and got another one. Pass "
                 "add_special_tokens=False for a prompt that a chat template has made.",

@@ -93,5 +93,5 @@ class _Spelled:
     def __call__(self, text: str) -> list[int]:
         if not isinstance(text, str):
             raise TypeError("text is wanted")
-        encoded = self._backend.encode(text, add_special_tokens=False)
+        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return [id for id in encoded.ids if id < self.eos_token_id]

@@ -20,7 +20,7 @@ _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "k"), (1, ""))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:
-    """An HTML table of the texts of these values, escaped; at most 100 rows of it."""
+    """Return an HTML table of the texts of these values, escaped; at most 100 rows of it."""
     coming = iter(rows)
     lines = [_row("td", cells) for cells in islice(coming, _ROWS)]
     if more := sum(1 for _ in coming):
@@ -35,26 +35,26 @@ def _row(tag: str, cells: Sequence[object]) -> str:
 
 
 def _text(value: object) -> str:
-    """What a cell says: numbers in five digits, nothing for None, texts cut after a page."""
+    """Return what a cell says: numbers in five digits, nothing for None, texts cut after a page."""
     if value is None:
         return ""
     return html.escape(cut(f"{value:.5g}" if isinstance(value, float) else str(value), 4000))
 
 
 def cut(text: str, most: int = 80) -> str:
-    """The text, or its beginning and how much there is of it."""
+    """Return the text, or its beginning and how much there is of it."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
 def counted(number: int, unit: str = "") -> str:
-    """A large number in three digits: 135M."""
+    """Return a large number in three digits: 135M."""
     size, letter = next((one for one in _UNITS if number >= one[0]), (1, ""))
     return f"{number / size:.3g}{letter}{unit}" if size > 1 else f"{number}{unit}"
 
 
 @contextmanager
 def progress_bar(progress: bool, many: Any, what: str) -> Iterator[Callable[[], None]]:
-    """Something to call once for each of many: it moves a bar on standard error, if asked."""
+    """Yield what to call once for each of many: it moves a bar on standard error, if asked."""
     if not FLAG.checked(progress, "progress"):
         yield lambda: None
         return

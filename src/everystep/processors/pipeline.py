@@ -47,13 +47,15 @@ def best_read(processors: Processors, vocabulary: int) -> int:
 
 
 def _keeps_lists(processor: Processor) -> bool:
-    """Whether it is one of ours that leaves a list of every list."""
+    """Return whether it is one of ours that leaves a list of every list."""
     return type(processor) in RANK and isinstance(processor, Narrowing) and processor.keeps_lists
 
 
 def decided(processors: Processors, vocabulary: int) -> bool:
-    """Whether the best that they leave of a row is found among as many of its best as an executor
-    reports, or by reading the row."""
+    """Return whether the best that they leave of a row can be found.
+
+    It is found among as many of its best as an executor reports, or by reading the row.
+    """
     masks = all(isinstance(one, GrammarMask) for one in processors)
     return masks and is_few(MOST_BEST, vocabulary)
 
@@ -99,7 +101,7 @@ class _Canvas:
                 self._change(processor)
 
     def _few(self, processor: Processor) -> Scores | None:
-        """Returns what one of ours leaves as lists; None where that is not known to be little."""
+        """Return what one of ours leaves as lists; None where that is not known to be little."""
         if type(processor) not in RANK or not isinstance(processor, Narrowing):
             return None
         divisor = self.temperature.temperature if self.temperature else 1.0

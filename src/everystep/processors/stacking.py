@@ -39,7 +39,7 @@ LEAST_KEPT = Argument("min_tokens_to_keep", SIZE)
 
 
 def admit(processor: Any) -> None:
-    """Every argument holds a value of its kind or, if given one per row, a tuple of them.
+    """Let every argument hold a value of its kind or, if given one per row, a tuple of them.
 
     Raise RequestError for anything else.
     """
@@ -73,12 +73,12 @@ def stack_key(processor: Any) -> Hashable:
 
 
 def _names(processor: Any) -> list[str]:
-    """What it may have per row; nothing for what is not ours."""
+    """Return what it may have per row; nothing for what is not ours."""
     return [argument.name for argument in getattr(processor, "per_row", ())]
 
 
 def _several(processor: Any) -> dict[str, tuple[Any, ...]]:
-    """Its arguments that are given per row."""
+    """Return its arguments that are given per row."""
     values = {name: getattr(processor, name) for name in _names(processor)}
     return {name: value for name, value in values.items() if isinstance(value, tuple)}
 
@@ -94,7 +94,7 @@ def stacked(instances: Sequence[P]) -> P:
 
 
 def varies(processor: object) -> bool:
-    """Whether it has an argument per row."""
+    """Return whether it has an argument per row."""
     return bool(_several(processor))
 
 
@@ -124,7 +124,7 @@ def _changed(processor: P, values: dict[str, Any]) -> P:
 
 
 def column(value: Numbers, scores: Tensor) -> Any:
-    """A number as it is; an argument per row as (R, 1) in the scores' type, where they are."""
+    """Return a number as it is; an argument per row as (R, 1) in the scores' type and place."""
     if isinstance(value, tuple):
         return torch.tensor(value, dtype=torch.float64)[:, None].to(scores)
     return value

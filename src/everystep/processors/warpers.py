@@ -93,8 +93,10 @@ class TopKLogitsWarper(Filter):
 
     @property
     def best(self) -> int:
-        """How many of the best scores of a row decide what it leaves: one more than it keeps, which
-        shows whether a tie goes on."""
+        """The number of best scores of a row that decide what it leaves.
+
+        It is one more than it keeps, which shows whether a tie goes on.
+        """
         return 1 + greatest(self._number)
 
     def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:

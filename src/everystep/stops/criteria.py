@@ -43,7 +43,7 @@ class StoppingCriteria:
 class MaxLengthCriteria(StoppingCriteria):
     """Rows end with `max_length` ids, prompt and padding included.
 
-    Warns beyond `max_position_embeddings`, if given. Source: MaxLengthCriteria.
+    It warns beyond `max_position_embeddings`, if given. Source: MaxLengthCriteria.
     """
 
     def __init__(self, max_length: int, max_position_embeddings: int | None = None) -> None:

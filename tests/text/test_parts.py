@@ -18,7 +18,6 @@ from everystep.text.pieces import byte_alphabet
 from everystep.text.pretokenizers import RULES
 from tests.text.reading import lines, smollm2
 
-
 PIECES = [
     *"aZé'_/,.!+1½",
     " ",

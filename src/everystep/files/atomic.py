@@ -3,9 +3,12 @@
 The bytes go to a new file beside the target, reach the disk, and only then take the target's name;
 whatever ends the writing early, Ctrl-C included, removes them. A file keeps its permissions and its
 owner, and a link still leads to it. A device or a pipe is not replaced: it gets the bytes when all
-of them are there. A process that is killed outright leaves its partial file. While its writer lives it holds a lock on it, which the system drops when
-the process dies: so the next writer of the same target knows which ones nobody writes any more, and
-removes those. Where there are no such locks they stay. Nothing here knows what the bytes mean.
+of them are there.
+
+A process that is killed outright leaves its partial file. While its writer lives it holds a lock on
+it, which the system drops when the process dies: so the next writer of the same target knows which
+ones nobody writes any more, and removes those. Where there are no such locks they stay. Nothing
+here knows what the bytes mean.
 """
 
 from __future__ import annotations

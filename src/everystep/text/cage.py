@@ -157,9 +157,9 @@ def _started() -> subprocess.Popen[bytes]:
     line = [sys.executable, "-I", "-S", str(caged.__file__), *sorted(found)]
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
     try:
-        # In a session of its own Ctrl-C in the terminal does not reach it. Its pipes have no buffer:
-        # a buffer has a lock, and a fork while another thread holds it would leave the child unable
-        # to close the pipe.
+        # In a session of its own Ctrl-C in the terminal does not reach it. Its pipes have no
+        # buffer: that has a lock, and a process that is forked while another thread holds the lock
+        # could never close the pipe.
         return subprocess.Popen(
             line, bufsize=0, stdin=pipe, stdout=pipe, stderr=nothing, start_new_session=True
         )

@@ -193,7 +193,8 @@ def _beginning(name: str) -> str:
 
 
 def _lock(path: Path, *, wait: bool) -> int | None:
-    """A descriptor that holds the lock of a file or folder; None if there is none to be had."""
+    """Return a descriptor that holds the lock of a file or folder; None if there is none to be
+    had."""
     if sys.platform == "win32":
         return None
     try:
@@ -214,7 +215,8 @@ def _lock(path: Path, *, wait: bool) -> int | None:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """The kind, permissions and owner of what the path leads to; None where nothing is there."""
+    """Return the kind, permissions and owner of what the path leads to; None where nothing is
+    there."""
     try:
         return path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -224,7 +226,7 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def _end_of_links(target: Path) -> Path:
-    """The path that a link leads to in the end; any other path as it is."""
+    """Return the path that a link leads to in the end; any other path as it is."""
     return Path(os.path.realpath(target)) if target.is_symlink() else target
 
 

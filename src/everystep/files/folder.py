@@ -31,7 +31,7 @@ OTHER_VOCABULARIES = (
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """What a model folder says of its model; what it does not have is None."""
+    """The contents of a model folder, as far as it has them; None stands for the rest."""
 
     path: Path
     config: dict[str, object]
@@ -79,13 +79,13 @@ def _check_token_ids(config: dict[str, object], name: str) -> None:
 
 
 def find_vocabulary(folder: Path) -> Path | None:
-    """The tokenizer's file in a folder: tokenizer.json, or one of those in its place."""
+    """Return the tokenizer's file in a folder: tokenizer.json, or one of those in its place."""
     named = [folder / TOKENIZER, *(one for name in OTHER_VOCABULARIES for one in folder.glob(name))]
     return next((file for one in named if (file := find_tokenizer(one))), None)
 
 
 def find_tokenizer(file: Path) -> Path | None:
-    """The file, if it is there; FormatError if its beginning is that of something else."""
+    """Return the file, if it is there; FormatError if its beginning is that of something else."""
     if not is_there(file):
         return None
     with open_regular(file) as opened:

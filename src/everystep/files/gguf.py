@@ -38,7 +38,8 @@ class GgufFile:
     """Of a split model: which other part holds a tensor that this one does not."""
 
     def blocks(self, name: str) -> Tensor:
-        """The stored bytes of a tensor, uint8 (..., bytes of a row): a view, nothing is copied.
+        """Return the stored bytes of a tensor, uint8 (..., bytes of a row): a view, nothing is
+        copied.
 
         Raises FormatError for no such tensor, UnsupportedError for a format that cannot be decoded.
         """
@@ -55,7 +56,7 @@ class GgufFile:
         return part.data[tensor.offset : tensor.end].view(*tensor.shape[:-1], row)
 
     def dequantise(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The exact values of a tensor, rounded to `dtype`, in memory of their own.
+        """Return the exact values of a tensor, rounded to `dtype`, in memory of their own.
 
         Raises what `blocks` raises.
         """
@@ -107,7 +108,7 @@ def read_gguf(path: str | PathLike[str]) -> GgufFile:
 
 
 def _joined(parts: list[GgufFile]) -> GgufFile:
-    """The first of a model's parts, with the tensors of all."""
+    """Return the first of a model's parts, with the tensors of all."""
     first, *others = parts
     tensors, elsewhere = dict(first.tensors), {}
     for number, part in enumerate(parts):

@@ -26,7 +26,7 @@ _CHUNK_VALUES = 31 << 10
 
 @dataclass(frozen=True)
 class BlockType:
-    """How values are stored: `elements` of them in `nbytes` bytes.
+    """A format of stored values: `elements` of them in `nbytes` bytes.
 
     `decode(blocks, out)` turns (n, nbytes) uint8 into (n, elements) float32; None when the format
     is not supported. Of an unknown format `elements` and `nbytes` are 0.
@@ -39,7 +39,8 @@ class BlockType:
 
 
 def decode_blocks(kind: BlockType, raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of `raw` (uint8, one dimension, whole blocks of a decodable kind), one dimension.
+    """Return the values of `raw` (uint8, one dimension, whole blocks of a decodable kind), one
+    dimension.
 
     The result owns its memory.
     """
@@ -61,7 +62,7 @@ def decode_blocks(kind: BlockType, raw: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def block_type(code: int) -> BlockType:
-    """The format with this number in a GGUF file; one named "type N" if it is unknown."""
+    """Return the format with this number in a GGUF file; one named "type N" if it is unknown."""
     return BLOCK_TYPES.get(code) or BlockType(f"type {code}", 0, 0)
 
 

@@ -63,7 +63,8 @@ _LEAST_BYTES = {_STRING: 8, _ARRAY: 12, **{code: kind.itemsize for code, kind in
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where and how a tensor is stored; `shape` is in torch's order, `offset` from the file start.
+    """The place and the format of a tensor; `shape` is in torch's order, `offset` from the file
+    start.
 
     For an unknown block type `nbytes` is 0.
     """
@@ -83,7 +84,7 @@ class GgufTensor:
 
 
 def read_header(data: memoryview, name: str) -> tuple[dict[str, object], dict[str, GgufTensor]]:
-    """The metadata and the tensors, by name, of a file whose bytes are `data`, all checked.
+    """Read the metadata and the tensors, by name, of a file whose bytes are `data`, all checked.
 
     `name` is for errors: FormatError, and UnsupportedError for a version that is not read.
     """
@@ -177,7 +178,7 @@ class _Reader:
 
 
 def _read_preamble(reader: _Reader) -> tuple[int, int]:
-    """The counts of tensors and keys, each possible for a file of this size."""
+    """Read the counts of tensors and keys, each possible for a file of this size."""
     if len(reader.data) < _PREAMBLE_BYTES or bytes(reader.data[:4]) != _MAGIC:
         raise _not_gguf(reader)
     reader.take(4, "the magic")
@@ -287,7 +288,7 @@ def _alignment(reader: _Reader, metadata: dict[str, object]) -> int:
 
 
 def _read_tensor(reader: _Reader, alignment: int) -> GgufTensor:
-    """A tensor as the header describes it; its offset counts from the start of the data."""
+    """Read a tensor as the header describes it; its offset counts from the start of the data."""
     name = reader.string("a tensor's name", MAX_TENSOR_NAME_BYTES)
     what = f"tensor {name!r}"
     rank = reader.u32(f"the rank of {what}")
@@ -313,7 +314,7 @@ def _read_tensor(reader: _Reader, alignment: int) -> GgufTensor:
 
 
 def _check_places(reader: _Reader, tensors: list[GgufTensor]) -> None:
-    """Every tensor lies whole inside the file, and none over another."""
+    """Refuse a tensor that does not lie whole inside the file, or lies over another."""
     for tensor in tensors:
         if tensor.end > len(reader.data):
             raise reader.error(

@@ -38,7 +38,7 @@ class GgufEntry:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes its blocks take."""
+        """The number of bytes that its blocks take."""
         return prod(self.shape) // self.block.elements * self.block.nbytes
 
 
@@ -48,7 +48,7 @@ def write_gguf(
     entries: Sequence[GgufEntry],
     tensors: Iterable[Tensor],
 ) -> None:
-    """The file holds all of it. `tensors`: the bytes of the entries, uint8, in their order.
+    """Write all of it into the file. `tensors`: the bytes of the entries, uint8, in their order.
 
     Metadata are texts, truth values, integers, floats (float32 in the file) and lists of one of
     these; InvariantError for others.
@@ -84,7 +84,7 @@ def _string(text: str) -> bytes:
 
 
 def _value(value: object) -> tuple[int, bytes]:
-    """The type of a value, and its bytes."""
+    """Return the type of a value, and its bytes."""
     if not isinstance(value, list):
         code = _type_of([value])
         return code, _packed(code, value)
@@ -96,7 +96,7 @@ def _value(value: object) -> tuple[int, bytes]:
 
 
 def _type_of(values: Sequence[Any]) -> int:
-    """The type that holds all these values."""
+    """Return the type that holds all these values."""
     kinds = {type(value) for value in values}
     if kinds in ({str}, {bool}, {float}):
         return {str: _STRING, bool: _BOOL, float: _F32}[kinds.pop()]

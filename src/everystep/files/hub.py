@@ -57,7 +57,7 @@ def parse_hub_id(text: str) -> HubId | None:
 
 @dataclass(frozen=True)
 class HubAccess:
-    """How a hub repository is read.
+    """The way to read a hub repository.
 
     `revision`: a branch, tag or commit. `cache_dir`: a folder instead of the hub's own cache.
     `token`: for gated models; True for the stored one. `weights`: False for the small files alone.
@@ -99,7 +99,7 @@ def fetch_from_hub(hub_id: HubId, access: HubAccess, *, offline: bool) -> Path:
 
 
 def _parts(file: str) -> list[str] | None:
-    """All parts of the split model that a file belongs to; None for a whole one."""
+    """Return all parts of the split model that a file belongs to; None for a whole one."""
     folder, slash, name = file.rpartition("/")
     names = part_names(name)
     return None if names is None else [f"{folder}{slash}{one}" for one in names]
@@ -111,7 +111,7 @@ def fetch_file(hub_id: HubId, name: str, access: HubAccess, *, offline: bool) ->
 
 
 def _client() -> Any:
-    """The hub's own client, which takes a second to import; MissingExtraError without it."""
+    """Import the hub's own client, which takes a second; MissingExtraError without it."""
     try:
         import huggingface_hub
     except ImportError as error:
@@ -141,7 +141,7 @@ def _fetched(
 
 
 def _without(token: str | None, error: Exception) -> str:
-    """The kind and first line of an error; what follows is the client's own advice."""
+    """Return the kind and first line of an error; what follows is the client's own advice."""
     first = next(iter(str(error).strip().splitlines()), "no reason given")
     text = f"{type(error).__name__}: {first}"
     return text.replace(token, "(token)") if token else text
@@ -161,7 +161,7 @@ def _hub_error(hub_id: HubId, offline: bool, cause: str) -> EverystepError:
 
 
 def cached_repositories() -> list[str]:
-    """The repositories `org/name` of which the hub's own cache has something, by name."""
+    """Return the repositories `org/name` of which the hub's own cache has something, by name."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     folders = Path(HF_HUB_CACHE).glob("models--*--*")
@@ -170,7 +170,7 @@ def cached_repositories() -> list[str]:
 
 
 def has_token() -> bool:
-    """Whether the hub's own client would send a token for gated models."""
+    """Return True if the hub's own client would send a token for gated models."""
     from huggingface_hub import get_token
 
     return get_token() is not None

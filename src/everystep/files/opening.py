@@ -20,7 +20,7 @@ _LONGEST_NAME = 255  # bytes, on every usual file system
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
-    """The path itself; RequestError where it cannot be one."""
+    """Return the path itself; RequestError where it cannot be one."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str) or not _is_possible(text):
         wanted, do = "a path, as text or pathlib.Path", "Give the path of a file or folder"
@@ -29,7 +29,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
 
 
 def _is_possible(text: str) -> bool:
-    """Whether the system can be asked for a file of this name."""
+    """Return True if the system can be asked for a file of this name."""
     try:
         names = os.fsencode(text).split(os.fsencode(os.sep))
     except UnicodeEncodeError:
@@ -38,8 +38,8 @@ def _is_possible(text: str) -> bool:
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """The path with the home folder in the place of ~; RequestError where there is none, and for
-    what is no path."""
+    """Return the path with the home folder in the place of ~; RequestError where there is none, and
+    for what is no path."""
     try:
         return (Path(path) if isinstance(path, str) else as_path(path)).expanduser()
     except RuntimeError as error:
@@ -66,7 +66,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def is_there(path: Path) -> bool:
-    """Whether anything has this name; a link to nowhere has, and opening it says what is wrong.
+    """Return True if anything has this name, be it a link to nowhere, which fails when it is
+    opened.
 
     Nothing has a name that cannot be one. FileError where the system does not let us look.
     """
@@ -82,7 +83,7 @@ def is_there(path: Path) -> bool:
 
 
 def size_of(file: BinaryIO) -> int:
-    """The size in bytes of an opened file."""
+    """Return the size in bytes of an opened file."""
     return os.fstat(file.fileno()).st_size
 
 
@@ -96,7 +97,7 @@ def read_bounded(path: Path, limit: int) -> bytes:
 
 
 def impostor(start: bytes) -> str | None:
-    """What a file that begins with `start` is, if it is a known stand-in for a model file."""
+    """Describe a file that begins with `start`, if it is a known stand-in for a model file."""
     if start.startswith(b"version https://git-lfs"):
         return "a git-lfs pointer, not the file itself; run `git lfs pull` in its folder"
     if start.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html")):

@@ -32,7 +32,7 @@ PictureLike = Union[str, os.PathLike[str], bytes, "Image"]
 
 
 def read_picture(source: PictureLike) -> Image:
-    """The picture in a file, or one of Pillow's, in RGB with 8 bits per channel.
+    """Read the picture in a file, or one of Pillow's, in RGB with 8 bits per channel.
 
     FormatError for what is no picture, is broken, holds several, or has more than MOST_PIXELS by
     its header, before any is decoded. MissingExtraError without Pillow.
@@ -51,7 +51,7 @@ def read_picture(source: PictureLike) -> Image:
 
 
 def _opened(pillow: Any, file: Any, name: str, size: int) -> Image:
-    """The picture in an open file of so many bytes."""
+    """Read the picture in an open file of so many bytes."""
     if size > MOST_BYTES:
         raise FormatError(f"{name} is too large", wanted=f"at most {MOST_BYTES} bytes", got=size)
     try:
@@ -70,7 +70,7 @@ def _opened(pillow: Any, file: Any, name: str, size: int) -> Image:
 
 
 def require_pillow() -> Any:
-    """The `PIL.Image` module; MissingExtraError where Pillow is not installed."""
+    """Import the `PIL.Image` module; MissingExtraError where Pillow is not installed."""
     try:
         from PIL import Image
     except ImportError as error:

@@ -55,7 +55,7 @@ _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies, `nbytes` from `start` on, and what its header says about it."""
+    """The place of a tensor, `nbytes` from `start` on, and its description in the header."""
 
     file: Path
     start: int
@@ -85,22 +85,23 @@ class Weights:
         self._tensors = tensors
 
     def names(self) -> list[str]:
-        """The names of all tensors, in the files' order."""
+        """Return the names of all tensors, in the files' order."""
         return list(self._tensors)
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor; FormatError when there is none of that name."""
+        """Return the shape of a tensor; FormatError when there is none of that name."""
         return self._stored(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type that a tensor is stored in; FormatError when there is none of that name."""
+        """Return the type that a tensor is stored in; FormatError when there is none of that
+        name."""
         return self._stored(name).dtype
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A copy of a tensor's values, in `dtype` if given and as stored otherwise."""
+        """Return a copy of a tensor's values, in `dtype` if given and as stored otherwise."""
         stored = self._stored(name)
         try:
             data = stored_bytes(stored)
@@ -138,7 +139,7 @@ def open_weights(folder: str | PathLike[str], stem: str = "model") -> Weights:
 
 
 def read_file(file: Path) -> tuple[Weights, dict[str, str]]:
-    """The tensors of one file, and its metadata; errors as for `open_weights`."""
+    """Read the tensors of one file, and its metadata; errors as for `open_weights`."""
     found = Weights(_read_header(file))
     metadata = parse_object(_header_bytes(file), str(file)).get("__metadata__", {})
     if not isinstance(metadata, dict):
@@ -161,7 +162,7 @@ def _no_weights(folder: Path, stem: str) -> FormatError | MissingFileError:
 
 
 def missing_in(folder: Path, what: str, wanted: str) -> MissingFileError:
-    """The error of a folder without the files `wanted`, or of no folder at all."""
+    """Return the error of a folder without the files `wanted`, or of no folder at all."""
     if not folder.is_dir():
         return MissingFileError(f"there is no folder {folder}.")
     ggufs = sorted(folder.glob("*.gguf"))
@@ -210,7 +211,7 @@ def _refuse_names(what: str, names: set[str], count: int = 5) -> None:
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file, whose places in it the library has checked."""
+    """Read the tensors of one file, whose places in it the library has checked."""
     described = _header_bytes(file)
     header = parse_object(described, str(file))
     header.pop("__metadata__", None)

@@ -33,7 +33,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes its values take."""
+        """The number of bytes that its values take."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -44,7 +44,7 @@ def write_weights(
     most_bytes: int | None = None,
     stem: str = "model",
 ) -> None:
-    """The folder holds `stem`.safetensors, or shards of at most `most_bytes` and their index.
+    """Write `stem`.safetensors, or shards of at most `most_bytes` and their index, into the folder.
 
     `tensors`: the values of the entries, in their order. A tensor that is larger than a shard may
     be has one to itself. Files that are there are not replaced: FileExistsError.
@@ -66,7 +66,7 @@ def write_weights(
 
 
 def is_of_weights(name: str, stem: str = "model") -> bool:
-    """Whether `write_weights` may write a file of this name."""
+    """Return True for a name that `write_weights` may give a file."""
     own = re.escape(stem)
     shard = rf"{own}(-\d{{5}}-of-\d{{5}})?\.safetensors"
     return re.fullmatch(rf"{shard}|{own}\.safetensors\.index\.json", name) is not None

@@ -66,7 +66,7 @@ class CachedModel:
 
 @dataclass(frozen=True)
 class SourceSettings:
-    """What the environment says about files."""
+    """The settings of the environment that concern files."""
 
     cache: Path
     offline: bool
@@ -155,7 +155,7 @@ def read_settings(
 
 
 def cached_models() -> list[CachedModel]:
-    """The named models that are whole in the cache folder, by name."""
+    """Return the named models that are whole in the cache folder, by name."""
     settings = SourceSettings.from_environment()
     files = {name: _file_of(name, settings) for name in sorted(KNOWN_MODELS)}
     whole = {name: path for name, path in files.items() if _is_whole(path, name)}

@@ -27,7 +27,8 @@ _SHAPES: dict[type[object], str] = {list: "[...]", dict: "{...}"}
 
 
 def whole_number(text: str) -> int | None:
-    """The number of 64 bits that ASCII digits without leading zeros write; None for other text."""
+    """Return the number of 64 bits that ASCII digits without leading zeros write; None for other
+    text."""
     plain = text.isascii() and text.isdecimal() and (text == "0" or text[0] != "0")
     return int(text) if plain and len(text) < 20 and int(text) < 1 << 63 else None
 
@@ -35,7 +36,8 @@ def whole_number(text: str) -> int | None:
 def read_json(
     file: Path, *, infinite: bool = False, most: int = MAX_JSON_BYTES
 ) -> dict[str, object] | None:
-    """The object in a file of at most `most` bytes, read by `parse_object`; None without a file."""
+    """Return the object in a file of at most `most` bytes, read by `parse_object`; None without a
+    file."""
     if not is_there(file):
         return None
     return parse_object(read_bounded(file, most), str(file), infinite=infinite)
@@ -51,7 +53,7 @@ def parse_object(data: bytes, name: str, *, infinite: bool = False) -> dict[str,
 
 
 def parse_list(data: bytes, name: str) -> list[object]:
-    """The same of a list."""
+    """Return the JSON list in `data`, read as `parse_object` reads an object."""
     return _parsed(data, name, list, infinite=False)
 
 
@@ -78,7 +80,7 @@ def _parsed(data: bytes, name: str, kind: type[T], infinite: bool) -> T:
 def field(
     data: dict[str, object], key: str, kind: type[T], name: str, default: T | None = None
 ) -> T:
-    """The field `key` of the file `name`, or the default where it is absent or null.
+    """Return the field `key` of the file `name`, or the default where it is absent or null.
 
     FormatError without a default, and for a field of another kind.
     """

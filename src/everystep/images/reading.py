@@ -40,7 +40,7 @@ def resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def _array(given: Any) -> np.ndarray:
-    """Of an array of bytes."""
+    """Read an array of bytes."""
     found: np.ndarray = np.empty(0)
     if isinstance(given, torch.Tensor):
         found = given.detach().cpu().numpy()

@@ -42,7 +42,7 @@ class PictureSettings:
     fps: float = 2.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The values as the files have them."""
+        """Return the values as the files have them."""
         return {
             "patch_size": self.patch,
             "merge_size": self.merge,
@@ -57,13 +57,14 @@ class PictureSettings:
         }
 
     def image(self, image: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
-        """An image (height, width, 3) of bytes as its patches (n, values) and its grid."""
+        """Cut an image (height, width, 3) of bytes into patches (n, values), and tell its grid."""
         height, width = image.shape[:2]
         size = image_size(height, width, self.patch * self.merge, self.least, self.most)
         return self._patches([resized(image, *size)] * self.frames)
 
     def video(self, frames: list[np.ndarray]) -> tuple[np.ndarray, tuple[int, int, int]]:
-        """The frames of a video as patches and a grid; the last one fills up the last group."""
+        """Return the frames of a video as patches and a grid; the last one fills up the last
+        group."""
         height, width = frames[0].shape[:2]
         factor = self.patch * self.merge
         size = video_size(len(frames), height, width, self.frames, factor, self.least, self.most)
@@ -93,7 +94,7 @@ class PictureSettings:
 
 
 def read_picture_settings(folder: Path) -> tuple[PictureSettings, PictureSettings] | None:
-    """Those for images and for videos, None where the folder says nothing of images.
+    """Read the settings for images and for videos; None where a folder says nothing of images.
 
     FormatError for impossible values, UnsupportedError for ways of preparing that are not here.
     """

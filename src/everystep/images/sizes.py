@@ -25,7 +25,7 @@ def image_size(height: int, width: int, factor: int, least: int, most: int) -> t
 def video_size(
     frames: int, height: int, width: int, group: int, factor: int, least: int, most: int
 ) -> tuple[int, int]:
-    """The same for the frames of a video, whose pixels count together; `group`: how many frames
+    """Return the size for the frames of a video, whose pixels count together; `group` of them
     become one frame group. Frames smaller than `factor` are enlarged first."""
     if frames < group:
         what = "a video has too few frames"
@@ -61,7 +61,7 @@ def _fitted(
 
 
 def sampled_frames(total: int, source_fps: float, fps: float) -> list[int]:
-    """The frames of a video of `total` that are read, `fps` of each second."""
+    """Return the frames of a video of `total` that are read, `fps` of each second."""
     wanted = int(total / source_fps * fps)
     count = min(max(wanted, _LEAST_FRAMES), _MOST_FRAMES, total)
     found: list[int] = np.linspace(0, total - 1, count).round().astype(int).tolist()

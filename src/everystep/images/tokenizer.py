@@ -54,7 +54,7 @@ class _Pictures:
     kinds: Mapping[int, int]
 
     def filled(self, chats: Sequence[RenderedChat]) -> list[RenderedChat]:
-        """The texts with what stands for each picture at its place; RequestError for other
+        """Put what stands for each picture at its place in the texts; RequestError for other
         counts."""
         return _filled(_filled(chats, IMAGE_PAD, self.images), VIDEO_PAD, self.videos)
 
@@ -96,7 +96,8 @@ class PictureTokenizer(Tokenizer):
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str], *, times: bool = True) -> PictureTokenizer:
-        """The tokenizer of a folder that says how pictures are prepared; FileError otherwise."""
+        """Return the tokenizer of a folder that says how pictures are prepared; FileError
+        otherwise."""
         found = read_picture_settings(as_path(folder))
         if found is None:
             raise FormatError(f"{folder} does not say how images are prepared")
@@ -179,7 +180,7 @@ class PictureTokenizer(Tokenizer):
 
 
 def has_pictures(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a conversation shows any."""
+    """Return True for a conversation that shows any."""
     images, videos, _ = _pictures([messages])
     return bool(images or videos)
 
@@ -221,7 +222,7 @@ def _rates(given: Any, count: int) -> list[float]:
 
 
 def _pictures(chats: Sequence[Any]) -> tuple[list[Any], list[Any], list[float]]:
-    """All images, all videos and their rates, in the order of the messages."""
+    """Return all images, all videos and their rates, in the order of the messages."""
     images, videos, rates = list[Any](), list[Any](), list[float]()
     for part in _parts(chats):
         kind = part.get("type")
@@ -246,7 +247,7 @@ def _parts(chats: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _without_pictures(message: Any) -> Any:
-    """The message as a template reads it: of a picture it needs to know that it is there."""
+    """Return the message as a template reads it: of a picture it needs to know that it is there."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list | tuple):
         return message
@@ -280,7 +281,7 @@ def _filled(
 
 
 def _kinds(ids: Any, kinds: Mapping[int, int]) -> Any:
-    """What stands at each id, in the form that the ids have."""
+    """Tell what stands at each id, in the form that the ids have."""
     if isinstance(ids, list):
         return [_kinds(one, kinds) if isinstance(one, list) else kinds.get(one, 0) for one in ids]
     found = torch.zeros_like(torch.as_tensor(ids))

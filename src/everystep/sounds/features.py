@@ -53,7 +53,7 @@ class WhisperFeatureExtractor:
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> WhisperFeatureExtractor:
-        """The one that a model's folder describes in preprocessor_config.json.
+        """Return the one that a model's folder describes in preprocessor_config.json.
 
         MissingFileError where there is none, FormatError for what cannot be, UnsupportedError for
         noise that would be added to every sound.

@@ -90,7 +90,7 @@ class BatchEncoding(UserDict[str, Any]):
 
 @dataclass(frozen=True)
 class Padding:
-    """How rows are made equally long: up to `length`, or to the longest if it is None."""
+    """A rule that makes rows equally long: up to `length`, or to the longest if it is None."""
 
     pad_id: int
     side: Side
@@ -98,7 +98,7 @@ class Padding:
     multiple: int = 1
 
     def __call__(self, columns: Columns) -> Columns:
-        """The same columns with every row padded."""
+        """Pad every row of the columns."""
         length = max([self.length or 0, *map(len, columns["input_ids"])])
         length += -length % self.multiple
         # A list has 8 bytes per entry.
@@ -117,14 +117,15 @@ class Padding:
 
 @dataclass(frozen=True)
 class Truncation:
-    """How a row is cut to `length`: which text gives tokens up, and on which side."""
+    """A rule that cuts rows to `length`, with the text that gives tokens up and the side."""
 
     length: int
     side: Side
     strategy: Literal["longest_first", "only_first", "only_second"] = "longest_first"
 
     def kept(self, sequence_ids: Sequence[int | None]) -> list[int]:
-        """The positions of a row too long that stay; those of special tokens (None) always do."""
+        """Return the positions of a row too long that stay; those of special tokens (None) always
+        do."""
         excess = len(sequence_ids) - self.length
         members = [[i for i, s in enumerate(sequence_ids) if s == which] for which in (0, 1)]
         dropped: set[int] = set()
@@ -133,7 +134,7 @@ class Truncation:
         return [i for i in range(len(sequence_ids)) if i not in dropped]
 
     def _shares(self, excess: int, first: int, second: int) -> tuple[int, int]:
-        """How many tokens each of the two texts gives up."""
+        """Return the number of tokens that each of the two texts gives up."""
         if self.strategy == "longest_first":
             return _shorten_longest(excess, first, second)
         length = first if self.strategy == "only_first" else second
@@ -172,7 +173,7 @@ def _require_kind(argument: str, kind: str) -> None:
 
 
 def _as_tensor(name: str, value: Any, kind: str) -> Any:
-    """The column as a tensor ("pt") or array ("np") of the type that its numbers have."""
+    """Return the column as a tensor ("pt") or array ("np") of the type that its numbers have."""
     _require_kind("tensor_type", kind)
     if isinstance(value, torch.Tensor if kind == "pt" else np.ndarray):
         return value
@@ -190,7 +191,8 @@ def _as_tensor(name: str, value: Any, kind: str) -> Any:
 
 
 def shaped(columns: Columns, single: bool, return_tensors: str | None) -> BatchEncoding:
-    """The encoding that a call returns: int64 tensors or arrays, lists, or the only row's lists."""
+    """Return the encoding that a call returns: int64 tensors or arrays, lists, or the only row's
+    lists."""
     if return_tensors is None:
         return BatchEncoding({name: rows[0] if single else rows for name, rows in columns.items()})
     _require_kind("return_tensors", return_tensors)

@@ -33,7 +33,8 @@ _TIKTOKEN_LINE = re.compile(rb"\s*[A-Za-z0-9+/]+={0,2} [0-9]+\s")
 def from_merges(
     folder: Path, named: ByteLevelClass, config: Mapping[str, object]
 ) -> tokenizers.Tokenizer:
-    """The tokenizer of `vocab.json` and `merges.txt` in a folder, as the class cuts texts."""
+    """Return the tokenizer of `vocab.json` and `merges.txt` in a folder, as the class cuts
+    texts."""
     name = str(folder / "vocab.json")
     ids = _checked_ids(read_json(folder / "vocab.json") or {}, name)
     check_lengths(ids, name)
@@ -48,7 +49,8 @@ def from_merges(
 def from_tiktoken(
     ranks: Mapping[bytes, int], rule: SplittingRule, further: Mapping[int, str], name: str
 ) -> tokenizers.Tokenizer:
-    """The tokenizer of the tiktoken file `name`, split by the rule, and special tokens by id.
+    """Return the tokenizer of the tiktoken file `name`, split by the rule, and special tokens by
+    id.
 
     Ids between those of the file and the special ones get reserved tokens, as in transformers.
     """
@@ -89,7 +91,7 @@ def _enclosing(
 
 
 def is_tiktoken(path: Path) -> bool:
-    """Whether a file begins as tiktoken's do: a token in base64, a space and its rank."""
+    """Return True for a file that begins as tiktoken's do: a token in base64, a space, its rank."""
     return _TIKTOKEN_LINE.match(read_bounded(path, MAX_VOCABULARY_BYTES)) is not None
 
 
@@ -124,7 +126,7 @@ def _first_wrong(vocabulary: Mapping[str, object]) -> str:
 
 
 def _lines(path: Path) -> list[str]:
-    """The merges of a file without its comments and empty lines."""
+    """Return the merges of a file without its comments and empty lines."""
     data = read_bounded(path, MAX_VOCABULARY_BYTES)
     try:
         lines = data.decode("utf-8").replace("\r\n", "\n").split("\n")
@@ -164,7 +166,7 @@ def _read_line(line: bytes, where: str) -> tuple[bytes, int]:
 
 
 def _further_tokens(names: Mapping[int, str], size: int, name: str) -> list[AddedToken]:
-    """The tokens that follow those of a file, from its size to the last id that is named."""
+    """Return the tokens that follow those of a file, from its size to the last id that is named."""
     last = max(names, default=-1)
     if last >= size + MAX_RESERVED:
         what, wanted = f"An added token lies far beyond {name}", f"below {size + MAX_RESERVED}"

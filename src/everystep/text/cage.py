@@ -49,7 +49,7 @@ class CagedProgram:
         self._waiting = deque([first], maxlen=_KEPT)
 
     def run(self, names: Mapping[str, Any]) -> Answer:
-        """The text as the template prints it, or why there is none."""
+        """Return the text as the template prints it, or why there is none."""
         try:
             question = caged.packed(dict(names))
         except (RecursionError, ValueError) as failure:
@@ -92,16 +92,16 @@ class _Cage:
         self.reads = frozenset(map(str, found))
 
     def ask(self, names: bytes) -> Answer:
-        """What the template makes of the names it reads."""
+        """Render the template with these names."""
         found = self._exchange(names)
         return exceeded("The chat template", _TOO_MUCH) if found is None else _answer(found)
 
     def is_ours(self) -> bool:
-        """Whether it runs, and is not that of a process from which this one was forked."""
+        """Return True if it runs and is not that of a process from which this one was forked."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def end(self) -> None:
-        """The process has ended; after a fork only the pipes to it are closed."""
+        """End the process; after a fork only close the pipes to it."""
         if self._owner == os.getpid():
             self._process.kill()
             self._process.wait()
@@ -177,7 +177,7 @@ def _no_process(cause: object) -> TokenizerError:
 
 
 def _answer(found: object) -> Answer:
-    """The answer that a process sent, whatever the template made of that process."""
+    """Return the answer that a process sent, whatever the template made of that process."""
     if isinstance(found, dict):
         with suppress(TypeError):
             answer = Answer(**found)

@@ -30,7 +30,7 @@ _FIRST = (
 
 
 def packed(value: Any) -> bytes:
-    """A value of plain types as bytes; RecursionError or ValueError where JSON has no place.
+    """Write a value of plain types as bytes; RecursionError or ValueError where JSON has no place.
 
     Long texts stand behind the JSON, whose reader and writer would hold the interpreter's lock for
     as long as they take.
@@ -42,7 +42,7 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """The value that `packed` wrote; LookupError, TypeError or ValueError if it did not."""
+    """Read what `packed` wrote; LookupError, TypeError or ValueError for anything else."""
     pieces, place = list[str](), 0
     while place < len(data):
         start = place + _LENGTH
@@ -75,7 +75,7 @@ def receive(stream: RawIOBase, most: int | None = None) -> bytes | None:
 
 
 def _read(stream: RawIOBase, count: int) -> bytes:
-    """So many bytes of the stream, or all that there are before its end."""
+    """Read so many bytes of the stream, or all that there are before its end."""
     found = bytearray()
     while piece := stream.read(min(count - len(found), _PIECE)):
         found += piece
@@ -83,12 +83,12 @@ def _read(stream: RawIOBase, count: int) -> bytes:
 
 
 def _sized(data: bytes) -> bytes:
-    """The bytes that say how many others follow."""
+    """Return the bytes that say how many others follow."""
     return len(data).to_bytes(_LENGTH, "big")
 
 
 def _stored(value: Any, texts: list[str]) -> Any:
-    """The value as JSON can hold it; its long texts are in `texts`."""
+    """Return the value as JSON can hold it; its long texts are in `texts`."""
     if isinstance(value, str) and len(value) > _LONG:
         texts.append(value)
         return {_TEXT: len(texts) - 1}
@@ -104,7 +104,8 @@ def _stored(value: Any, texts: list[str]) -> Any:
 
 
 def _import_rendering(folders: list[str]) -> Any:
-    """The module that renders, without the rest of this package, which would import torch."""
+    """Import the module that renders, without the rest of this package, which would import
+    torch."""
     sys.path += folders
     here = Path(__file__).parent
     for name, folder in (("everystep", here.parent), ("everystep.text", here)):
@@ -140,7 +141,7 @@ def _give_powers_away() -> None:
 
 
 def _end_after(seconds: float) -> None:
-    """The system ends this process after so much processor time; 0: it does not."""
+    """Let the system end this process after so much processor time; 0: never."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, min(seconds, DAY))
 

@@ -83,7 +83,7 @@ def refuse_unknown(call: Callable[..., Any], given: Mapping[str, object]) -> Non
 
 
 def as_texts(text: TextInput, pair: str | Sequence[str] | None) -> tuple[list[TextItem], bool]:
-    """The texts or pairs to encode, and whether a single one was given."""
+    """Return the texts or pairs to encode, and whether a single one was given."""
     if isinstance(text, str) or not isinstance(text, Iterable):
         first = checked_text(text)
         return [first if pair is None else (first, checked_text(pair, "text_pair"))], True
@@ -108,7 +108,8 @@ def _item(item: object, index: int) -> TextItem:
 
 
 def as_chats(conversation: Sequence[Any]) -> tuple[list[Sequence[Any]], bool]:
-    """The chats of an argument that is one chat (messages) or several, and whether it is one."""
+    """Return the chats of an argument that is one chat (messages) or several, and whether it is
+    one."""
     if isinstance(conversation, (str, Mapping)) or not isinstance(conversation, Sequence):
         raise RequestError(
             "A conversation is a list of messages",
@@ -129,7 +130,7 @@ def truncation_of(
     limit: int,
     side: Side,
 ) -> Truncation | None:
-    """What cuts the rows, or None; `max_length` alone cuts, as in transformers."""
+    """Return the rule that cuts rows, or None; `max_length` alone cuts, as in transformers."""
     if max_length is not None and padding is False and truncation is None:
         truncation = True
     strategy = _choice("truncation", truncation, TRUNCATIONS)
@@ -166,7 +167,7 @@ def padding_of(
     multiple: int | None,
     pad_id: int | None,
 ) -> Padding | None:
-    """What pads the rows, or None."""
+    """Return the rule that pads rows, or None."""
     strategy = _choice("padding", padding, PADDINGS)
     if strategy is None:
         if multiple is not None:
@@ -213,7 +214,8 @@ def columns_of(
     wanted: Collection[str],
     cut: Truncation | None,
 ) -> Columns:
-    """The wanted columns of the encodings, in the order of COLUMNS, cut where they are too long."""
+    """Return the wanted columns of the encodings, in the order of COLUMNS, cut where they are too
+    long."""
     columns: Columns = {
         name: [getattr(encoding, attribute) for encoding in encodings]
         for name, attribute in COLUMNS.items()
@@ -230,7 +232,7 @@ def columns_of(
 
 
 def checked_id(id: Any) -> int:
-    """The id itself, if it can be one; TokenizerError otherwise."""
+    """Return the id itself, if it can be one; TokenizerError otherwise."""
     try:
         found = -1 if isinstance(id, bool) else operator.index(id)
     except (TypeError, ValueError, RuntimeError):
@@ -241,7 +243,7 @@ def checked_id(id: Any) -> int:
 
 
 def listed(given: Any, what: str) -> list[Any]:
-    """The values as a list; TokenizerError where there are none to be had."""
+    """Return the values as a list; TokenizerError where there are none to be had."""
     found = _plain(given)
     if isinstance(found, str | bytes) or not isinstance(found, Iterable) or hasattr(found, "dtype"):
         raise TokenizerError(f"this is not {what}", wanted="a list", got=shown(given))

@@ -18,7 +18,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class ByteLevelClass:
-    """How a class cuts texts; without an expression of its own as GPT-2 does.
+    """The way in which a class cuts texts; without an expression of its own, that of GPT-2.
 
     `special`: the names of tokens where no file names them. `encloses`: every text stands between
     cls and sep.
@@ -30,14 +30,14 @@ class ByteLevelClass:
     encloses: bool = False
 
     def rule(self, prefixed: bool) -> SplittingRule:
-        """The rule, with or without a space before every text."""
+        """Return the rule, with or without a space before every text."""
         split = partial(_split, self.pattern, prefixed)
         return SplittingRule(split, normalizers.NFC if self.composes else None)
 
 
 @dataclass(frozen=True)
 class TiktokenClass:
-    """How a class cuts texts, and its tokens beyond those of the file, from the first free id."""
+    """The way in which a class cuts texts, and the tokens that follow those of the file."""
 
     pattern: str
     composes: bool = False

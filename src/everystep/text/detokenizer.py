@@ -37,7 +37,7 @@ class Detokenizer:
         self._to_strip = self._decoding.strip_start[1]
 
     def copy(self) -> Detokenizer:
-        """An independent follower in the same state."""
+        """Return an independent follower in the same state."""
         return copy.copy(self)
 
     def push(self, ids: int | Iterable[int]) -> str:
@@ -128,7 +128,8 @@ class Trimmer:
         return ready
 
     def finish(self, text: str, matched: object) -> str:
-        """The last text, without the string that ended it, if one did, and what follows that.
+        """Return the last text, without the string that ended it, if one did, and what follows
+        that.
 
         Where special tokens that are not shown are part of the string, what is shown of it goes.
         """
@@ -141,7 +142,7 @@ class Trimmer:
         return text[: max(start - len(self._before), 0)]
 
     def _overlap(self, text: str, string: str) -> int:
-        """How many characters of the string's beginning the text ends with, if not all."""
+        """Count the characters of the string's beginning that the text ends with, if not all."""
         whole = self._before + text
         lengths = range(min(len(string) - 1, len(whole)), 0, -1)
         return next((n for n in lengths if whole.endswith(string[:n])), 0)

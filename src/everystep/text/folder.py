@@ -58,7 +58,8 @@ EXTRA_LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 
 def read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, Settings]:
-    """The splitting rule and the settings of a folder; FileError names what is missing or wrong."""
+    """Return the splitting rule and the settings of a folder; FileError names what is missing or
+    wrong."""
     config: dict[str, Any] = read_json(folder / TOKENIZER_CONFIG) or {}
     tokens_map = read_json(folder / SPECIAL_TOKENS) or {}
     original = None if is_there(folder / TOKENIZER) else _read_original(folder, config)
@@ -83,7 +84,7 @@ def read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, Settings]:
 
 
 def _whole(limit: object) -> int:
-    """How many tokens a model takes, as some files write it: 1e30 for no limit."""
+    """Read the most tokens that a model takes, which some files write as 1e30 for no limit."""
     if isinstance(limit, int | float) and not isinstance(limit, bool) and limit > 0:
         return int(min(limit, NO_LIMIT))
     what, wanted = "tokenizer_config.json: model_max_length is impossible", "a number above 0"
@@ -114,7 +115,8 @@ def write_folder(
 def _copied(
     origin: Path | None, backend: tokenizers.Tokenizer, settings: Settings
 ) -> dict[str, bytes]:
-    """The files of `origin`; none where they say something else, or lack `tokenizer.json`."""
+    """Return the files of `origin`; none where they say something else, or lack
+    `tokenizer.json`."""
     if origin is None or not is_there(origin / TOKENIZER):
         return {}
     try:
@@ -131,7 +133,7 @@ def _copied(
 
 
 def _templates_in(folder: Path) -> list[Path]:
-    """Where templates lie in a folder, without the folder."""
+    """Return the paths of templates in a folder, without the folder."""
     known = [Path(CHAT_TEMPLATE), Path(OLDER_TEMPLATE)]
     further = sorted(folder.glob(f"{FURTHER_TEMPLATES}/*.jinja"))
     return [one for one in known if is_there(folder / one)] + [
@@ -167,7 +169,7 @@ def _json_text(value: object) -> str:
 
 
 def _read_original(folder: Path, config: dict[str, Any]) -> Original:
-    """The vocabulary that a folder has in place of `tokenizer.json`."""
+    """Return the vocabulary that a folder has in place of `tokenizer.json`."""
     if find_vocabulary(folder) is None:
         raise MissingFileError(
             f"{folder} has no tokenizer",
@@ -213,7 +215,8 @@ def _check_growth(backend: tokenizers.Tokenizer, folder: Path) -> None:
 
 
 def _growth(step: Mapping[str, Any]) -> float:
-    """How many times longer a text may get by the replacements of a normaliser or decoder."""
+    """Return the factor by which the replacements of a normaliser or decoder may lengthen a
+    text."""
     if step["type"] == "Sequence":
         return math.prod(map(_growth, step.get("normalizers") or step.get("decoders") or ()))
     if step["type"] == "Precompiled":
@@ -228,7 +231,8 @@ def _growth(step: Mapping[str, Any]) -> float:
 
 
 def _longest_rule(rules: bytes) -> float:
-    """The bytes of the longest replacement in compiled rules: a table, then texts that end in NUL.
+    """Return the bytes of the longest replacement in compiled rules: a table, then texts that end
+    in NUL.
 
     Its first four bytes say how many the table has.
     """
@@ -305,7 +309,7 @@ def _extra_tokens(source: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _read_templates(folder: Path, config: dict[str, object]) -> str | dict[str, str] | None:
-    """The template files win over the configuration's template."""
+    """Read the templates; those in files win over the configuration's."""
     older = folder / OLDER_TEMPLATE
     found = _named_templates(config, str(folder / TOKENIZER_CONFIG))
     found |= _named_templates(read_json(older) or {}, str(older))
@@ -317,7 +321,7 @@ def _read_templates(folder: Path, config: dict[str, object]) -> str | dict[str, 
 
 
 def _named_templates(config: dict[str, object], name: str) -> dict[str, str]:
-    """The templates by name that the file `name` holds; one text alone is called default."""
+    """Return the templates by name that the file `name` holds; one text alone is called default."""
     value = config.get("chat_template")
     if isinstance(value, str):
         return {"default": value}

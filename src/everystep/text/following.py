@@ -19,15 +19,15 @@ class Follower(Protocol):
     """Takes ids in and gives text out, which joined is what `decode` gives for all of them."""
 
     def push(self, ids: int | Iterable[int]) -> str:
-        """The text that is final now and was not before."""
+        """Return the text that is final now and was not before."""
         ...
 
     def finish(self) -> str:
-        """What was held back."""
+        """Return the text that was held back."""
         ...
 
     def copy(self) -> Self:
-        """An independent follower in the same state."""
+        """Return an independent follower in the same state."""
         ...
 
 
@@ -46,7 +46,7 @@ class Redecoder:
         self._given = 0
 
     def copy(self) -> Redecoder:
-        """An independent follower in the same state."""
+        """Return an independent follower in the same state."""
         return copy.copy(self)
 
     def push(self, ids: int | Iterable[int]) -> str:
@@ -71,7 +71,7 @@ class Redecoder:
 
 
 def follow(tokenizer: Any, skip_special_tokens: bool = True) -> Follower:
-    """What follows one sequence of ids.
+    """Return a follower of one sequence of ids.
 
     A fast tokenizer of another library is known by its `backend_tokenizer`, any other by its
     `decode`. UnsupportedError for one of ours whose decoder cannot be followed.

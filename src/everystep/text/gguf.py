@@ -42,7 +42,7 @@ Metadata = Mapping[str, object]
 
 
 def read_gguf(metadata: Mapping[str, object]) -> tuple[tokenizers.Tokenizer, Settings]:
-    """The splitting rule and the settings that the metadata describe.
+    """Return the splitting rule and the settings that the metadata describe.
 
     FormatError: counts, ids or merges contradict each other. UnsupportedError: the model or the
     splitting rule is not one that can be followed exactly.
@@ -94,7 +94,7 @@ class Vocabulary:
         return cls(tokens, types, ids, _special_tokens(own, tokens))
 
     def base_size(self) -> int:
-        """How many ids come before the closing run of added tokens.
+        """Count the ids before the closing run of added tokens.
 
         The original tokenizers keep that run out of the merge model. It matters where words
         that are in the vocabulary are taken whole.

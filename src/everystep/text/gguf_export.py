@@ -32,7 +32,7 @@ _DO = "Quantise to int8 or int4, which makes a folder, or convert the model with
 
 
 def tokenizer_metadata(tokenizer: Tokenizer, size: int) -> dict[str, object]:
-    """The keys that describe the tokenizer of a model with `size` embeddings.
+    """Return the keys that describe the tokenizer of a model with `size` embeddings.
 
     Ids without a token get names that no text contains. UnsupportedError where the format cannot
     say how this tokenizer splits texts.
@@ -87,7 +87,7 @@ def _by_scores(state: Mapping[str, Any], size: int) -> dict[str, object]:
 
 
 def _tokens(backend: Backend, size: int) -> dict[str, object]:
-    """Every token by id, with its kind."""
+    """Return every token by id, with its kind."""
     vocabulary = {id: token for token, id in backend.get_vocab(with_added_tokens=True).items()}
     added = backend.get_added_tokens_decoder()
     tokens, kinds = [], []
@@ -107,7 +107,7 @@ def _tokens(backend: Backend, size: int) -> dict[str, object]:
 
 
 def _ends(tokenizer: Tokenizer) -> dict[str, object]:
-    """Which ids have a name, and which of them stand around every text."""
+    """Describe the ids that have a name, and those that stand around every text."""
     found: dict[str, object] = {}
     special = {name: token for name, token in tokenizer.special.items() if name in ID_KEYS}
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in special.items()}
@@ -160,14 +160,15 @@ def _pair(merge: Any) -> list[str]:
 
 
 def _splits(state: Any) -> Any:
-    """The rule, without one that splits at spaces: where it stands, spaces are gone by then."""
+    """Return the rule, without one that splits at spaces: where it stands, spaces are gone by
+    then."""
     if state is not None and state.get("pattern") == {"String": " "}:
         return None
     return _plain(state)
 
 
 def _state(part: Any) -> Any:
-    """A normaliser or a splitting rule as it is written into tokenizer.json."""
+    """Return a normaliser or a splitting rule as it is written into tokenizer.json."""
     return json.loads(part.__getstate__())
 
 

@@ -34,7 +34,7 @@ COMPARED = ("role", "type")
 
 
 def pattern_of(special: Iterable[str]) -> re.Pattern[str]:
-    """What finds each of these tokens in a text, the longest that begins at a place."""
+    """Return an expression that finds these tokens, at each place the longest."""
     longest_first = sorted(filter(None, special), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
@@ -59,14 +59,15 @@ class Literals:
         return Literals, (self._backend,)
 
     def in_chat(self, chat: Sequence[Any]) -> Sequence[Any]:
-        """The chat, with a mark in each special token that is written in a message of others."""
+        """Return the chat, with a mark in each special token that is written in a message of
+        others."""
         return [
             self.marked(one) if isinstance(one, Mapping) and one.get("role") not in TRUSTED else one
             for one in map(plain, chat)
         ]
 
     def marked(self, value: Any) -> Any:
-        """The value, with a mark in each special token that is written in its texts."""
+        """Return the value, with a mark in each special token that is written in its texts."""
         try:
             return self._marked(plain(value))
         except RecursionError:
@@ -85,8 +86,8 @@ class Literals:
         return [self._marked(item) for item in value] if isinstance(value, list) else value
 
     def _marked_text(self, given: str, joined: bool) -> str:
-        """The text with its marks; `joined`: other texts may follow it, and end a token that it
-        begins."""
+        """Return the text with its marks; `joined`: other texts may follow it, and end a token that
+        it begins."""
         text = given.replace(MARK, "")
         starts = {found.start() for found in self._written(text)}
         if joined:
@@ -102,7 +103,8 @@ class Literals:
         return MARK.join(text[start:end] for start, end in pairwise(places))
 
     def _written(self, text: str) -> Iterator[re.Match[str]]:
-        """The special tokens in a text, piece by piece: a search holds the interpreter's lock."""
+        """Yield the special tokens in a text, piece by piece: a search holds the interpreter's
+        lock."""
         start, end = 0, PART
         while start < len(text):
             found = self._pattern.search(text, start, end + self._longest - 1)
@@ -114,7 +116,7 @@ class Literals:
                 end = max(start, end)
 
     def disguised(self, text: str, encoding: Any) -> bool:
-        """Whether a special token was found in what becomes its text when it is normalised."""
+        """Return True if a special token was found in a text that only normalising makes one."""
         places = zip(encoding.ids, encoding.offsets, strict=True) if self.normalized else ()
         return any(
             id in self._special and self._special[id].content not in text[start:end]
@@ -169,10 +171,10 @@ class Literals:
 
 
 class Shown(Protocol):
-    """What chats show beside text: it stands in their texts, and comes with their ids."""
+    """Pictures and the like in chats: they stand in the texts, and come with the ids."""
 
     def filled(self, chats: Sequence[RenderedChat]) -> list[RenderedChat]:
-        """The chats with what stands for each thing that is shown, at its place."""
+        """Put what stands for each thing that is shown at its place in the chats."""
 
     def add_to(self, encoding: BatchEncoding) -> None:
         """Puts what is shown beside the ids."""
@@ -186,7 +188,8 @@ def rendered_chats(
     documents: Any,
     **names: Any,
 ) -> list[RenderedChat]:
-    """The chats as texts, marked where others wrote special tokens if there are `literals`."""
+    """Return the chats as texts, marked where others wrote special tokens if there are
+    `literals`."""
     if literals is not None:
         chats, documents = [literals.in_chat(chat) for chat in chats], literals.marked(documents)
     return [template.render(chat, documents=documents, **names) for chat in chats]
@@ -199,7 +202,8 @@ def columns_of_chats(
     cut: Truncation | None,
     masks: bool,
 ) -> Columns:
-    """The columns of rendered chats; they hold every special token, so that none is added."""
+    """Return the columns of rendered chats; they hold every special token, so that none is
+    added."""
     read = [without_marks(chat) for chat in rendered]
     only_ids = not masks and not (literals is not None and literals.normalized)
     encodings, written = list[Encoded](), dict[int, Literals]()
@@ -225,7 +229,7 @@ def columns_of_chats(
 
 
 def without_marks(chat: RenderedChat) -> tuple[RenderedChat, list[int]]:
-    """The chat as it reads, and where special tokens begin that are only written there."""
+    """Return the chat as it reads, and where special tokens begin that are only written there."""
     places, place = list[int](), chat.text.find(MARK)
     while place >= 0:
         places.append(place)

@@ -18,7 +18,8 @@ T = TypeVar("T", str, bytes)
 
 
 def merge_pairs(merges: Iterable[str], tokens: Collection[str], name: str) -> list[tuple[str, str]]:
-    """The merges of the file or field `name` as pairs; each half and the whole must be tokens."""
+    """Return the merges of the file or field `name` as pairs; each half and the whole must be
+    tokens."""
     pairs = []
     for rank, merge in enumerate(merges):
         # A half may begin with a space in other alphabets; the separator is never the first.
@@ -36,7 +37,7 @@ def merge_pairs(merges: Iterable[str], tokens: Collection[str], name: str) -> li
 
 
 def merges_by_id(ids: Mapping[T, int], name: str, *, by_halves: bool = False) -> list[tuple[T, T]]:
-    """Every way to cut a token into two tokens, in the order of the ids of the wholes.
+    """Return every way to cut a token into two tokens, in the order of the ids of the wholes.
 
     Cuts of one token are ordered by where they lie, or by the ids of the halves: transformers
     (5.23) does the one for SentencePiece and the other for tiktoken.
@@ -52,7 +53,7 @@ def merges_by_id(ids: Mapping[T, int], name: str, *, by_halves: bool = False) ->
 
 
 def cuts(ids: Mapping[T, int], name: str) -> list[tuple[T, T]]:
-    """Every way to cut a token into two tokens; FormatError where they are too many."""
+    """Return every way to cut a token into two tokens; FormatError where they are too many."""
     check_lengths(ids, name)
     own = {token: token for token in ids}  # so that each half is the token itself, and no copy
     found: list[tuple[T, T]] = []

@@ -38,7 +38,8 @@ def native_call(what: str, *, error: type[EverystepError] = TokenizerError) -> I
 
 
 def id_of(backend: tokenizers.Tokenizer, token: str) -> int | None:
-    """The id of a token; None where there is none, and for text that UTF-8 cannot express."""
+    """Return the id of a token; None where there is none, and for text that UTF-8 cannot
+    express."""
     try:
         found: int | None = backend.token_to_id(token)
     except UnicodeEncodeError:
@@ -47,7 +48,7 @@ def id_of(backend: tokenizers.Tokenizer, token: str) -> int | None:
 
 
 def checked_text(text: object, name: str = "text") -> str:
-    """The text itself, once it is known to be a string that UTF-8 can express."""
+    """Return the text itself, once it is known to be a string that UTF-8 can express."""
     if not isinstance(text, str):
         raise TokenizerError(f"{name} is not text", wanted="a str", got=type(text).__name__)
     if not text.isascii():

@@ -47,7 +47,7 @@ class Original:
 
 
 def read_original(folder: Path, config: Config) -> Original:
-    """The tokenizer of a folder without `tokenizer.json`.
+    """Return the tokenizer of a folder without `tokenizer.json`.
 
     MissingFileError: nothing to read. FormatError: a broken vocabulary. UnsupportedError: a class
     that is not known, or what cannot be followed exactly.
@@ -91,7 +91,8 @@ def add_ends(backend: tokenizers.Tokenizer, config: Config, special: Mapping[str
 
 
 def _class_name(folder: Path, config: Config) -> str | None:
-    """The class that `tokenizer_config.json` names, or that goes with the model of config.json."""
+    """Return the class that `tokenizer_config.json` names, or that goes with the model of
+    config.json."""
     model = read_json(folder / CONFIG, most=MAX_SETTINGS_BYTES) or {}
     name = config.get("tokenizer_class") or model.get("tokenizer_class")
     if name is None:
@@ -131,7 +132,7 @@ def _tiktoken(file: Path, named: TiktokenClass, config: Config) -> Original:
 
 
 def _listed(config: Config, size: int) -> dict[int, str]:
-    """The tokens of `added_tokens_decoder` that a vocabulary of this size does not have."""
+    """Return the tokens of `added_tokens_decoder` that a vocabulary of this size does not have."""
     listed = config.get("added_tokens_decoder") or {}
     numbered = listed.items() if isinstance(listed, Mapping) else ()
     return {

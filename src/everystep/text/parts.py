@@ -117,7 +117,8 @@ def parts_of(text: str) -> Iterator[str]:
 
 
 def _around(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:
-    """The ids that are added before and after a text; None if that is not all that is added."""
+    """Return the ids that are added before and after a text; None if that is not all that is
+    added."""
     plain, whole = (_batch(backend, ["a"], added)[0] for added in (False, True))
     own = [place for place, text in enumerate(whole.sequence_ids) if text is not None]
     if not own or whole.ids[own[0] : own[-1] + 1] != plain.ids:
@@ -146,7 +147,7 @@ def _known_rules() -> list[Any]:
 
 
 def _state(component: Any) -> Any:
-    """A component of a tokenizer as JSON, without what only moves the places of tokens."""
+    """Return a component of a tokenizer as JSON, without what only moves the places of tokens."""
     if component is None:
         return None
     try:

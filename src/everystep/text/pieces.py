@@ -25,7 +25,7 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_alphabet() -> dict[int, str]:
-    """The printable character that stands for each byte in a byte-level vocabulary.
+    """Return the printable character that stands for each byte in a byte-level vocabulary.
 
     Source: `bytes_to_unicode` of GPT-2: printable Latin-1 bytes stand for themselves, the other
     68 take the characters from U+0100 on.
@@ -44,7 +44,7 @@ _AS_LATIN_1 = {
 
 @dataclass(frozen=True)
 class Decoding:
-    """How tokens become text: the joining, what is replaced in a token, what the start loses."""
+    """A rule that makes text of tokens: joining, replacements in a token, what the start loses."""
 
     joining: Joining
     replacements: tuple[tuple[str, str], ...] = ()
@@ -54,7 +54,8 @@ class Decoding:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> Decoding:
-        """The rule of a tokenizer's decoder; UnsupportedError names one that cannot stream."""
+        """Return the rule of a tokenizer's decoder; UnsupportedError names one that cannot
+        stream."""
         if backend.decoder is None:
             return cls("words")
         state: dict[str, Any] = json.loads(backend.decoder.__getstate__())
@@ -84,20 +85,20 @@ class Decoding:
         )
 
     def bytes_of(self, token: str) -> bytes:
-        """The bytes that a token of a byte-level vocabulary stands for."""
+        """Return the bytes that a token of a byte-level vocabulary stands for."""
         try:
             return token.translate(_AS_LATIN_1).encode("latin-1")
         except UnicodeEncodeError:
             return token.encode("utf-8")  # an added token that was never spelled in the alphabet
 
     def text_of(self, token: str) -> str:
-        """A token's text after the replacements, for the joinings that work on text."""
+        """Return a token's text after the replacements, for the joinings that work on text."""
         for old, new in self.replacements:
             token = token.replace(old, new)
         return token
 
     def spelled(self, token: str) -> bytes:
-        """The bytes that a token adds to a text that has begun."""
+        """Return the bytes that a token adds to a text that has begun."""
         if self.joining == "bytes":
             return self.bytes_of(token)
         if self.joining == "fallback":
@@ -127,7 +128,7 @@ class Spelling:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Spelling:
-        """That of a tokenizer of ours, of transformers' fast ones, or of `tokenizers`.
+        """Return that of a tokenizer of ours, of transformers' fast ones, or of `tokenizers`.
 
         RequestError for anything else; UnsupportedError for a decoder that cannot be followed.
         """
@@ -143,6 +144,6 @@ class Spelling:
         )
 
     def __call__(self, id: int) -> bytes:
-        """The bytes of one id; none for an id without a token."""
+        """Return the bytes of one id; none for an id without a token."""
         token = self.backend.id_to_token(id) if id >= 0 else None
         return b"" if token is None else self.decoding.spelled(token)

@@ -51,10 +51,10 @@ DEEPSEEK3 = (
 
 @dataclass(frozen=True)
 class SplittingRule:
-    """How text is cut before merging, and what goes with it in the families that use the rule.
+    """A way to cut text before merging, with what families that use it have besides.
 
     `whole_words`: a word that is in the vocabulary is taken whole, whatever the merges say.
-    `starts_with_bos`: what holds where the file does not state `add_bos_token`.
+    `starts_with_bos` holds where the file does not state `add_bos_token`.
     """
 
     split: Callable[[], PreTokenizer]
@@ -132,7 +132,7 @@ BY_NAME = {name: rule for rule in RULES for name in rule.names}
 
 
 def splitting_rule(name: str) -> SplittingRule:
-    """The rule that a file names; UnsupportedError if it is not in the table."""
+    """Return the rule that a file names; UnsupportedError if it is not in the table."""
     if name in BY_NAME:
         return BY_NAME[name]
     hint = nearest(name, BY_NAME)

@@ -28,7 +28,7 @@ MEMORY = "it needs more memory than a template gets"
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a template: the text it printed and how many generation blocks it passed.
+    """The outcome of a template: the text it printed and the number of generation blocks.
 
     `refused` is what it says against these messages. `what` says that it fails, `got` how, and `do`
     what helps.
@@ -70,7 +70,7 @@ class Program:
         self.reads = frozenset(names)
 
     def run(self, names: Mapping[str, Any]) -> Answer:
-        """The text as the template prints it, or why there is none."""
+        """Return the text as the template prints it, or why there is none."""
         budget = Budget(self._limits)
         token = CURRENT.set(budget)
         pieces = []
@@ -88,12 +88,12 @@ class Program:
 
 
 def not_compiled(cause: object) -> Answer:
-    """The answer of a source that no program comes of."""
+    """Return the answer of a source that no program comes of."""
     return Answer(what="The chat template cannot be compiled", got=str(cause)[:500] or MEMORY)
 
 
 def failed(failure: BaseException) -> Answer:
-    """The answer of a template that fails while it runs, with the line that failed."""
+    """Return the answer of a template that fails while it runs, with the line that failed."""
     lines = []
     trace = failure.__traceback__
     while trace is not None:
@@ -112,6 +112,6 @@ def failed(failure: BaseException) -> Answer:
 
 
 def exceeded(place: str, cause: str) -> Answer:
-    """The answer of a template that uses more than it may."""
+    """Return the answer of a template that uses more than it may."""
     do = "Shorten the chat, or raise the TemplateLimits if you trust the template"
     return Answer(what=f"{place} exceeds its limits", got=cause, do=do)

@@ -53,7 +53,7 @@ class LimitReached(SecurityError):
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """What a template may use: its own length, the text it makes, steps, processor seconds."""
+    """The most that a template may use: its own length, its text, steps, processor seconds."""
 
     source_characters: int = 256 * 1024
     text_characters: int = 4 * 1024 * 1024
@@ -62,7 +62,7 @@ class TemplateLimits:
 
 
 class Budget:
-    """What one rendering has used so far."""
+    """The use that one rendering has made of its limits so far."""
 
     def __init__(self, limits: TemplateLimits) -> None:
         self.limits = limits
@@ -114,7 +114,7 @@ def weigh(value: object) -> int:
 
 
 def each(values: Iterable[Any]) -> Iterator[Any]:
-    """The values, each counted as a step."""
+    """Yield the values, each counted as a step."""
     budget = CURRENT.get()
     for value in values:
         budget.step()
@@ -122,18 +122,18 @@ def each(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def admitted(value: Any) -> Any:
-    """The value itself, if what it prints as is within the limit."""
+    """Return the value itself, if what it prints as is within the limit."""
     CURRENT.get().size(weigh(value))
     return value
 
 
 def admitted_if_text(value: Any) -> Any:
-    """The value itself; a text is admitted."""
+    """Return the value itself; a text is admitted."""
     return admitted(value) if isinstance(value, str) else value
 
 
 def concatenated(values: list[Any]) -> str:
-    """What the operator ~ makes."""
+    """Join texts as the operator ~ does."""
     admitted(values)
     return "".join(map(str, values))
 
@@ -237,12 +237,12 @@ class RefusedByTemplate(jinja2.TemplateError):
 
 
 def raise_exception(text: object) -> None:
-    """What templates call when messages are not in the order that the model knows."""
+    """Refuse the messages; templates call this when the model does not know their order."""
     raise RefusedByTemplate(str(text))
 
 
 def strftime_now(form: str) -> str:
-    """The present local time; templates of several families print the date."""
+    """Return the present local time; templates of several families print the date."""
     return datetime.now().strftime(form)
 
 
@@ -274,7 +274,7 @@ def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def listed(value: Any) -> Any:
-    """What an iterator yields, as a list that can be measured; any other value as it is."""
+    """List what an iterator yields, so that it can be measured; return any other value as it is."""
     return list(each(value)) if isinstance(value, Iterator) else value
 
 

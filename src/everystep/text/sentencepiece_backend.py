@@ -150,7 +150,7 @@ def _check_kind(model: PieceModel, kind: str, path: Path) -> None:
 
 
 def _check_spaces(model: PieceModel, path: Path, *, removed: bool, prefixed: bool) -> None:
-    """What the class does with spaces and characters has to be what the model was trained for."""
+    """Refuse a class that treats spaces and characters otherwise than the model was trained for."""
     if model.adds_prefix != prefixed:
         raise UnsupportedError(
             f"{path} {_adds(model.adds_prefix)} a space before a text",
@@ -174,7 +174,7 @@ def _adds(prefixed: bool) -> str:
 
 
 def _check_words(model: PieceModel, path: Path) -> None:
-    """A class that cuts texts into words first cannot follow pieces across them."""
+    """Refuse a class that cuts texts into words first: it cannot follow pieces across them."""
     for piece, kind in zip(model.pieces, model.types, strict=True):
         if kind == NORMAL and SPACE in piece[1:]:
             what = f"{path} has pieces with spaces inside, and T5Tokenizer cuts texts at spaces"

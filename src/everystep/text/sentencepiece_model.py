@@ -49,7 +49,7 @@ class PieceModel:
 
 
 def read_pieces(path: Path) -> PieceModel:
-    """The model in a file; FormatError if it is broken, UnsupportedError for what tokenizers
+    """Return the model in a file; FormatError if it is broken, UnsupportedError for what tokenizers
     cannot do, and where the extra is missing."""
     proto = _parsed(path)
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
@@ -88,7 +88,7 @@ def _parsed(path: Path) -> Any:
 
 
 def _format() -> Any:
-    """The declaration of the format; MissingExtraError where it is not installed."""
+    """Return the declaration of the format; MissingExtraError where it is not installed."""
     try:
         from sentencepiece import sentencepiece_model_pb2
     except ImportError as error:

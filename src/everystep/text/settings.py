@@ -79,7 +79,7 @@ SIDES: tuple[Side, Side] = ("left", "right")
 
 
 def checked_side(value: Any, name: str) -> Side:
-    """The side itself; RequestError if it is neither "left" nor "right"."""
+    """Return the side itself; RequestError if it is neither "left" nor "right"."""
     for side in SIDES:
         if isinstance(value, str) and value == side:
             return side
@@ -87,7 +87,8 @@ def checked_side(value: Any, name: str) -> Side:
 
 
 def token_text(value: object, name: str) -> str | None:
-    """The text of a token that a file gives as text, as an object with `content`, or as null."""
+    """Return the text of a token that a file gives as text, as an object with `content`, or as
+    null."""
     if isinstance(value, Mapping):
         value = value.get("content")
     if value is None or isinstance(value, str):
@@ -98,7 +99,7 @@ def token_text(value: object, name: str) -> str | None:
 
 
 def config_flag(config: Mapping[str, object], key: str, default: bool) -> bool:
-    """A switch of tokenizer_config.json; the default where it is absent or null."""
+    """Return a switch of tokenizer_config.json; the default where it is absent or null."""
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
         what = f"tokenizer_config.json: {key} is wrong"
@@ -107,8 +108,8 @@ def config_flag(config: Mapping[str, object], key: str, default: bool) -> bool:
 
 
 def described(tokenizer: Any, kind: str) -> str:
-    """One line about a tokenizer: its kind, vocabulary, special ids, and whether it has a chat
-    template."""
+    """Return one line about a tokenizer: its kind, vocabulary, special ids, and whether it has a
+    chat template."""
     ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     special = ", ".join(f"{name} {id}" for name, id in ids.items() if id is not None)
     template = "chat template" if tokenizer.chat_template is not None else "no chat template"

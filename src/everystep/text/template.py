@@ -45,7 +45,7 @@ class RenderedChat:
     generations: tuple[tuple[int, int], ...] = ()
 
     def replaced(self, edits: Sequence[tuple[int, int, str]]) -> RenderedChat:
-        """The chat with other text in some places, (start, end, text) from left to right."""
+        """Return the chat with other text in some places, (start, end, text) from left to right."""
         pieces, grown, total, last = list[str](), [0], 0, 0
         for start, end, text in edits:
             pieces += [self.text[last:start], text]
@@ -83,7 +83,7 @@ class ChatTemplate:
         continue_final_message: bool | str = False,
         variables: Mapping[str, Any] | None = None,
     ) -> RenderedChat:
-        """The chat as text; RequestError: refused by the template; TokenizerError: it fails.
+        """Render the chat; RequestError: refused by the template; TokenizerError: it fails.
 
         `continue_final_message` ends the text within the last message, in its `content` or the
         field named. `variables` are further names that the template may use.
@@ -110,7 +110,7 @@ class ChatTemplate:
         return _without_marks(text, generations)
 
     def _run(self, names: Mapping[str, Any]) -> tuple[str, int]:
-        """The text as the template prints it, and how many generation blocks it passed."""
+        """Return the text as the template prints it, and how many generation blocks it passed."""
         answer = self._program.run(names)
         if answer.refused is not None:
             raise RequestError("The chat template refuses these messages", got=answer.refused)
@@ -144,7 +144,7 @@ def _failure(answer: Answer) -> TokenizerError:
 
 
 def plain(value: Any) -> Any:
-    """The value rebuilt of plain JSON types; anything else becomes text that names its type.
+    """Return the value rebuilt of plain JSON types; anything else becomes text that names its type.
 
     Objects have methods that a sandbox cannot know to be harmless, so none gets in. TokenizerError
     where it contains itself, or is nested as deep.
@@ -156,7 +156,7 @@ def plain(value: Any) -> Any:
 
 
 def endless() -> TokenizerError:
-    """The error of a message or variable that contains itself, or is nested as deep."""
+    """Return the error of a message or variable that contains itself, or is nested as deep."""
     what = "a message or variable for the chat template is nested without end"
     return TokenizerError(what, do="Check that it does not contain itself")
 
@@ -188,7 +188,8 @@ def _key(value: Any) -> Any:
 
 
 def _message(given: Any) -> dict[str, Any]:
-    """A copy of a message without the keys that hold None, its reasoning under every name."""
+    """Return a copy of a message without the keys that hold None, its reasoning under every
+    name."""
     value = plain(given)
     if not isinstance(value, dict):
         raise RequestError(
@@ -254,7 +255,7 @@ def _without_marks(text: str, generations: int) -> RenderedChat:
 def chosen_template(
     own: str | Mapping[str, str] | None, asked: object, tools: object
 ) -> ChatTemplate:
-    """The template to use: the one asked for by name or as source, else the tokenizer's own.
+    """Return the template to use: the one asked for by name or as source, else the tokenizer's own.
 
     Of several named ones, `tool_use` serves requests with tools and `default` the others.
     """

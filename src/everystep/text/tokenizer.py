@@ -87,14 +87,16 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str]) -> Tokenizer:
-        """The tokenizer of a folder of the Hugging Face layout; FileError if it is broken."""
+        """Return the tokenizer of a folder of the Hugging Face layout; FileError if it is
+        broken."""
         found = cls(*read_folder(as_path(folder)))
         found._origin = Path(folder)
         return found
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer:
-        """The tokenizer that a GGUF file's metadata describe, split as `tokenizer.ggml.pre` says.
+        """Return the tokenizer that a GGUF file's metadata describe, split as `tokenizer.ggml.pre`
+        says.
 
         FormatError: the metadata contradict themselves. UnsupportedError: a model or rule that
         cannot be followed exactly.
@@ -161,11 +163,11 @@ class Tokenizer:
         return shaped(pad(columns) if pad else columns, single, return_tensors)
 
     def encode(self, text: str, text_pair: str | None = None, **options: Any) -> Any:
-        """The ids of one text: the column `input_ids` of a call."""
+        """Return the ids of one text: the column `input_ids` of a call."""
         return self(text, text_pair, **{"return_attention_mask": False, **options})["input_ids"]
 
     def tokenize(self, text: str, add_special_tokens: bool = False) -> list[str]:
-        """The tokens of one text, as the vocabulary spells them."""
+        """Return the tokens of one text, as the vocabulary spells them."""
         with native_call("The text cannot be tokenized"):
             (found,) = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
         return list(found.tokens)
@@ -180,7 +182,7 @@ class Tokenizer:
         padding_side: str | None = None,
         return_tensors: str | None = None,
     ) -> BatchEncoding:
-        """The rows of an encoded batch (or a list of encoded texts) made equally long."""
+        """Make the rows of an encoded batch, or of a list of encoded texts, equally long."""
         columns = columns_to_pad(rows)
         columns.setdefault("attention_mask", [[1] * len(row) for row in columns["input_ids"]])
         pad = self._padding(padding, max_length, padding_side, pad_to_multiple_of)
@@ -206,7 +208,7 @@ class Tokenizer:
         split_special_tokens: bool = True,
         **template_variables: Any,
     ) -> Any:
-        """A chat, or a list of chats, as its prompt: text, ids, or an encoding.
+        """Render a chat, or a list of chats, as its prompt: text, ids, or an encoding.
 
         No special tokens are added to those that the template writes. Text if not `tokenize`,
         ids if not `return_dict`. `assistant_masks` is 1 where a token lies in a
@@ -247,12 +249,13 @@ class Tokenizer:
         return encoding if return_dict else encoding["input_ids"]
 
     def _shown(self, chats: list[Sequence[Any]]) -> tuple[list[Sequence[Any]], Shown | None]:
-        """The chats as a template reads them, and what they show beside text: here nothing."""
+        """Return the chats as a template reads them, and what they show beside text: here
+        nothing."""
         return chats, None
 
     @property
     def _literals(self) -> Literals:
-        """How special tokens are kept text; made again once the vocabulary has grown."""
+        """The rule that keeps special tokens text; made again once the vocabulary has grown."""
         known = self._known_literals
         if known is None or known.size != self.backend.get_vocab_size(with_added_tokens=True):
             known = self._known_literals = Literals(self.backend)
@@ -266,7 +269,7 @@ class Tokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> Any:
-        """The text of a sequence of ids, or the texts of a list of sequences.
+        """Return the text of a sequence of ids, or the texts of a list of sequences.
 
         An id without a token contributes nothing; a negative one is a TokenizerError. The text
         is never tidied up, since that would change what the ids say.
@@ -288,12 +291,12 @@ class Tokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> list[str]:
-        """The texts of several sequences of ids."""
+        """Return the texts of several sequences of ids."""
         rows = listed(sequences, "a list of rows of ids")
         return [self.decode(row, skip_special_tokens, clean_up_tokenization_spaces) for row in rows]
 
     def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> Any:
-        """The token of an id, or the tokens of several; None where there is none."""
+        """Return the token of an id, or the tokens of several; None where there is none."""
         if isinstance(ids, int):
             return self.token_of(ids)
         skipped = self.skipped_ids if skip_special_tokens else frozenset()
@@ -301,7 +304,8 @@ class Tokenizer:
         return [self.token_of(id) for id in found if id not in skipped]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """The id of a token, or the ids of several; the unknown token's where there is none."""
+        """Return the id of a token, or the ids of several; the unknown token's where there is
+        none."""
         if isinstance(tokens, str):
             id = id_of(self.backend, tokens)
             return self.unk_token_id if id is None else id
@@ -309,7 +313,7 @@ class Tokenizer:
         return [self.convert_tokens_to_ids(one) for one in found]
 
     def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
-        """The text of tokens that are spelled as in the vocabulary."""
+        """Return the text of tokens that are spelled as in the vocabulary."""
         decoder = self.backend.decoder
         found = [checked_text(one, "a token") for one in listed(tokens, "a list of tokens")]
         return " ".join(found) if decoder is None else str(decoder.decode(found))
@@ -317,7 +321,7 @@ class Tokenizer:
     # The vocabulary
 
     def __len__(self) -> int:
-        """How many tokens there are, added ones included."""
+        """Return the number of tokens, added ones included."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     def __bool__(self) -> bool:
@@ -325,7 +329,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens the merge model has; added tokens beyond it are not counted."""
+        """The number of tokens of the merge model, without added tokens beyond it."""
         return int(self.backend.get_vocab_size(with_added_tokens=False))
 
     def get_vocab(self) -> dict[str, int]:
@@ -338,7 +342,7 @@ class Tokenizer:
         return {token.content: id for id, token in added.items()}
 
     def token_of(self, id: int) -> str | None:
-        """The token of an id as the vocabulary spells it, or None."""
+        """Return the token of an id as the vocabulary spells it, or None."""
         return self.backend.id_to_token(checked_id(id))
 
     @property
@@ -370,7 +374,7 @@ class Tokenizer:
 
     @functools.cached_property
     def decoding(self) -> Decoding:
-        """How tokens become text one at a time; UnsupportedError if they cannot."""
+        """The rule by which tokens become text one at a time; UnsupportedError if there is none."""
         return Decoding.of(self.backend)
 
     def _encodings(

@@ -47,7 +47,7 @@ class Grammar:
 
 @lru_cache(maxsize=64)
 def compiled(source: GrammarSource, vocabulary: GrammarVocabulary) -> Grammar:
-    """The grammar; RequestError, which names the place, where it is none or is too dear."""
+    """Compile the grammar; RequestError, which names the place, if it is none or is too dear."""
     made = library()
     limits = made.LLParserLimits(**_LIMITS)
     matcher = made.LLMatcher(vocabulary.table, _written(made, source), log_level=0, limits=limits)
@@ -65,7 +65,7 @@ def compiled(source: GrammarSource, vocabulary: GrammarVocabulary) -> Grammar:
 
 
 def _written(made: Any, source: GrammarSource) -> str:
-    """The source as the library reads it."""
+    """Return the source as the library reads it."""
     matcher = made.LLMatcher
     if source.kind == "schema":
         spacing = {"whitespace_pattern": SPACE}
@@ -89,13 +89,13 @@ def require_sound(matcher: Any, source: GrammarSource) -> None:
 
 
 def _beginning(text: str) -> str:
-    """The beginning of a text, in one line."""
+    """Return the beginning of a text, in one line."""
     line = " ".join(text.split())
     return line if len(line) <= 300 else line[:300] + "..."
 
 
 class GrammarPlace:
-    """Where a text stands in a grammar: a memory of the ids after the prompt.
+    """The point that a text has reached in a grammar: a memory of the ids after the prompt.
 
     Ids that end a text, and what follows them, are not part of it; nor is what follows an id that
     the grammar does not allow there, as guesses may.
@@ -117,7 +117,7 @@ class GrammarPlace:
 
     @property
     def length(self) -> int:
-        """How many ids it covers, those before `start` included."""
+        """The number of ids that it covers, those before `start` included."""
         return self.start + self._matched + self._beyond
 
     def mask(self, line: np.ndarray, length: int) -> np.ndarray | None:
@@ -175,7 +175,7 @@ class GrammarPlace:
             self._begin()
 
     def copy(self) -> GrammarPlace:
-        """One that stands there too; what changes is not shared."""
+        """Return one that stands there too; what changes is not shared."""
         other = GrammarPlace.__new__(GrammarPlace)
         other.start, other.grammar, other.ends = self.start, self.grammar, self.ends
         other._matcher = self._matcher.deep_copy()
@@ -185,7 +185,7 @@ class GrammarPlace:
 
 
 def has(words: np.ndarray, token: int) -> bool:
-    """Whether the bit of an id is set."""
+    """Return True if the bit of an id is set."""
     return bool(words[token >> 5] >> (token & 31) & 1)
 
 

@@ -45,7 +45,8 @@ class GrammarMask(Overwriting, Narrowing):
         object.__setattr__(self, "source", f"{source.kind}: {source.text}")
 
     def place(self, sequence: Sequence, *, keeps: bool = True) -> GrammarPlace:
-        """Where the sequence stands: what it remembers, or, where nothing is to be kept, anew."""
+        """Return the place of the sequence: the one it remembers, or a new one if nothing is
+        kept."""
         memo = sequence.memo if keeps else {}
         found: GrammarPlace | None = memo.get(_KEY)
         if found is None or found.grammar is not self.grammar:
@@ -65,7 +66,7 @@ class GrammarMask(Overwriting, Narrowing):
         return scores
 
     def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
-        """What may follow, as lists, where that is little or where the scores are lists."""
+        """List what may follow, where that is little or where the scores are lists."""
         if scores.tokens is not None:
             return self._of_lists(rows, scores)
         if not is_wide(scores.values):

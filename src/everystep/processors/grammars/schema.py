@@ -112,8 +112,8 @@ _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 
 
 def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema itself, from which annotations are taken out; RequestError or UnsupportedError,
-    which name keyword and place, where it says what cannot be followed."""
+    """Take annotations out of a schema and return it; RequestError or UnsupportedError, which name
+    keyword and place, where it says what cannot be followed."""
     waiting: list[tuple[str, Any]] = [("#", schema)]
     counts: Counter[str] = Counter()
     bounds: dict[str, dict[float, str]] = {name: {} for name in _BOUNDS}
@@ -140,7 +140,7 @@ def _is_annotation(name: str) -> bool:
 
 
 def _inside(place: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas that stand in a schema, with their places."""
+    """Yield the schemas that stand in a schema, with their places."""
     for name, value in schema.items():
         kind, at = PROMISED.get(name), f"{place}/{name}"
         if kind is _A_SCHEMA:

@@ -32,16 +32,16 @@ _LESS = "Ask for less at a time"
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """What was asked for, and how: a JSON schema or a list of choices as JSON, an expression, a
-    Lark grammar."""
+    """The rules that were asked for, as text: a JSON schema or a list of choices as JSON, an
+    expression, a Lark grammar."""
 
     kind: Kind
     text: str
 
 
 def read_source(kind: Kind, value: Any) -> GrammarSource:
-    """What was given under this keyword; RequestError where it is of another kind, too long, or, of
-    a schema, asks for what cannot be promised."""
+    """Read what was given under this keyword; RequestError where it is of another kind, is too
+    long, or asks for what cannot be promised of a schema."""
     if kind == "schema":
         text = _schema_text(value)
     elif kind == "choices":
@@ -72,7 +72,8 @@ def _require_short(kind: Kind, text: str) -> None:
 
 
 def _schema_text(value: Any) -> str:
-    """A schema given as a mapping, as text, or by a class that has one, as one line of JSON."""
+    """Return a schema given as a mapping, as text, or by a class that has one, as one line of
+    JSON."""
     named = getattr(value, "model_json_schema", None)
     if callable(named):
         value = named()
@@ -96,7 +97,7 @@ def _schema_text(value: Any) -> str:
 
 
 def _choices_text(value: Any) -> str:
-    """A list of texts as JSON, each of them once."""
+    """Return a list of texts as JSON, each of them once."""
     listed = list(value) if isinstance(value, list | tuple) else [None]
     if not listed or not all(isinstance(one, str) and one for one in listed):
         raise RequestError(

@@ -13,7 +13,7 @@ from everystep.text import Spelling
 
 
 def library() -> Any:
-    """The library that parses; MissingExtraError where it is not installed."""
+    """Import the library that parses; MissingExtraError where it is not installed."""
     try:
         import llguidance
     except ImportError as error:
@@ -41,13 +41,13 @@ class GrammarVocabulary:
 
     @property
     def words(self) -> int:
-        """How many numbers of 32 bits a mask is."""
+        """The number of 32-bit words of a mask."""
         return (self.size + 1 + 31) // 32
 
 
 def vocabulary_of(tokenizer: Any, size: int) -> GrammarVocabulary:
-    """The first `size` ids of a tokenizer, made once; RequestError or UnsupportedError where it
-    does not say what its tokens spell."""
+    """Return the first `size` ids of a tokenizer, made once; RequestError or UnsupportedError where
+    it does not say what its tokens spell."""
     spelling = Spelling.of(tokenizer)
     if spelling.decoding.joining == "words":
         raise UnsupportedError(
@@ -78,7 +78,7 @@ def _name(backend: tokenizers.Tokenizer, id: int) -> bytes:
 
 
 class _Spelled:
-    """What the library asks a tokenizer for."""
+    """A tokenizer as the library asks for it."""
 
     bos_token_id = None
 

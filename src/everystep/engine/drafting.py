@@ -88,7 +88,7 @@ class Drafters:
         """Note what the step has cost, and what its drafts have gained."""
         if not self.choosing:
             return
-        positions, costs = sum([one.count for one in feeds.made]), self.lengths.costs
+        positions, costs = sum([one.positions for one in feeds.made]), self.lengths.costs
         if not positions or sum([one.logits for one in feeds.made]) != positions:
             return  # positions of prompts cost less, as nobody reads their logits
         extra = (self.host.counts.accepted - self.accepted) / self.choosing

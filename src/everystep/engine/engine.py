@@ -258,8 +258,8 @@ class Engine:
     def _step(self) -> None:
         late = self._late()
         if late:
-            ended = FinishReason("time")
-            self._end([abandoned(group, ended, self.table, self.ledger) for group in late])
+            overdue = FinishReason("time")
+            self._end([abandoned(group, overdue, self.table, self.ledger) for group in late])
             return
         grants = self._let_in(self.scheduler.plan(self.preempt, self._join))
         self.prefixes.shrink(self.scheduler.room)

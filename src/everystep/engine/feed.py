@@ -71,7 +71,7 @@ class Feed(NamedTuple):
 
     row: int
     start: int
-    count: int
+    positions: int
     logits: int
     best: int
     tokens: np.ndarray
@@ -241,7 +241,7 @@ class Feeds:
             verbs=verbs,
             rows=np.array([one.row for one in made], dtype=np.int64),
             starts=np.array([one.start for one in made], dtype=np.int64),
-            counts=np.array([one.count for one in made], dtype=np.int64),
+            counts=np.array([one.positions for one in made], dtype=np.int64),
             logits=np.array([one.logits for one in made], dtype=np.int64),
             tokens=np.concatenate([one.tokens for one in made]) if made else NO_IDS,
             extras={f: one.extra for f, one in enumerate(made) if one.extra is not None},

@@ -201,7 +201,7 @@ class Hooking:
             given = {**given, **{n: self._checked(hook, n, x, count) for n, x in found.items()}}
         return given
 
-    def embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor | np.ndarray) -> Tensor:
         """(n,) ids -> the embeddings (n, E) that the model reads in their place."""
         own = torch.tensor(ids) if isinstance(ids, np.ndarray) else torch.as_tensor(ids)
         return self.executor.embed(own)

@@ -73,7 +73,7 @@ def stored_bytes(stored: StoredTensor) -> np.ndarray:
     data, count = np.empty(stored.nbytes, np.uint8), 0
     with stored.file.open("rb", buffering=0) as file:
         file.seek(stored.start)
-        while count < stored.nbytes and (more := file.readinto(data[count:])):
+        while count < stored.nbytes and (more := file.readinto(data.data[count:])):
             count += more
     return data[:count]
 

@@ -3,8 +3,8 @@
 scripts/bench prompt_gaps [--tokens 400] [--out NAME]
 
 One stream of `es.AsyncEngine` on the default model is read all the time. Meanwhile another client
-brings what takes long to read: a text that is refused, one that is accepted, ids, a schema, messages
-whose template takes its whole allowance. For each the median gap between two tokens of the stream,
+brings what takes long to read: texts and ids that are refused, a schema, messages
+whose template takes its whole allowance. For each the median gap between two tokens,
 the largest one, and their ratio, which is wanted to be below 5.
 """
 

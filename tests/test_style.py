@@ -198,7 +198,7 @@ def test_bad_form_is_found(checker: object, path: str, text: str) -> None:
         (missing_docstrings, "a.py", '"""Text."""\ndef _f(): ...'),
         (vague_docstrings, "a.py", 'def f():\n    """Return what it knows."""'),
         (vague_docstrings, "a.py", 'def f():\n    """Whatever."""'),
-        (vague_docstrings, "text/a.py", 'def f():\n    """Whether it is so."""'),
+        (vague_docstrings, "api/a.py", 'def f():\n    """Whether it is so."""'),
         (empty_names, "processors/base.py", "class Manage: ..."),
         (forbidden_asserts, "engine/a.py", "assert x, 'every row has an owner'"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from everystep.testing.drive import Run, hash_executor, run_together
+from everystep.testing.drive import hash_executor, run_together
 from everystep.testing.requests import random_mix
 
 from everystep.draws import SeededDraws

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from everystep.testing.dice import EMBED_DIM
-from everystep.testing.drive import Run
 from torch import Tensor
 
 from everystep.engine import Continuous, Engine

@@ -3,7 +3,7 @@
 scripts/bench prompt_gaps [--tokens 400] [--out NAME]
 
 One stream of `es.AsyncEngine` on the default model is read all the time. Meanwhile another client
-brings what takes long to read: texts and ids that are refused, a schema, messages
+brings what takes long to read: refused texts and ids, a schema, messages
 whose template takes its whole allowance. For each the median gap between two tokens,
 the largest one, and their ratio, which is wanted to be below 5.
 """

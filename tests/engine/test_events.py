@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from everystep.testing.drive import hash_executor, run_together
-from everystep.testing.requests import random_mix
 
 from everystep.draws import SeededDraws
 from everystep.engine import Continuous, Engine

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from everystep.testing.dice import EMBED_DIM
 from torch import Tensor
 
 from everystep.engine import Continuous, Engine

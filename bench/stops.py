@@ -18,7 +18,7 @@ from tokenizers import decoders, models
 from everystep.stops.strings import StopStrings
 from everystep.text import Spelling, Tokenizer
 from everystep.text.pieces import byte_alphabet
-from everystep.types.candidates import Candidates
+from everystep.types.request import Candidates
 
 STRINGS = ["<|im_end|>", "\n\n", "Observation:", "日本"]
 LENGTH, ROWS, STEPS = 4_000, 32, 60

@@ -21,7 +21,8 @@ from everystep.draws import (
 )
 from everystep.errors import RequestError
 from everystep.types import Prompt, Request, Scores, Sequence
-from everystep.types.batch import Places, places_of
+from everystep.types.places import Places
+from everystep.types.request import places_of
 
 STREAMS = ("choice", "accept", "residual", "draft", "xtc")
 # Five standard deviations: a fair draw fails once in more than a million runs, and the seeds are

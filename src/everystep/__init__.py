@@ -157,7 +157,7 @@ if TYPE_CHECKING:
     from everystep.runs.steps import Explanation as Explanation
     from everystep.runs.steps import Step as Step
     from everystep.sounds.features import WhisperFeatureExtractor as WhisperFeatureExtractor
-    from everystep.sounds.reading import read_sound as read_sound
+    from everystep.sounds.sound_files import read_sound as read_sound
     from everystep.stops.criteria import ConfidenceCriteria as ConfidenceCriteria
     from everystep.stops.criteria import EosTokenCriteria as EosTokenCriteria
     from everystep.stops.criteria import MaxLengthCriteria as MaxLengthCriteria
@@ -184,7 +184,7 @@ if TYPE_CHECKING:
     from everystep.types import FinishReason as FinishReason
     from everystep.types import Next as Next
     from everystep.types import PromptMoment as PromptMoment
-    from everystep.types.protocols import Hook as Hook
+    from everystep.types.hooks import Hook as Hook
 
 _NAMES = {
     "api.asynchronous": "AsyncEngine AsyncStream",
@@ -257,7 +257,7 @@ _NAMES = {
     """,
     "processors.watermark": "WatermarkDetector WatermarkDetectorOutput WatermarkLogitsProcessor",
     "sounds.features": "WhisperFeatureExtractor",
-    "sounds.reading": "read_sound",
+    "sounds.sound_files": "read_sound",
     "stops.criteria": """
         ConfidenceCriteria EosTokenCriteria MaxLengthCriteria MaxTimeCriteria
         StopStringCriteria StoppingCriteria StoppingCriteriaList
@@ -271,7 +271,7 @@ _NAMES = {
     """,
     "text": "BatchEncoding Tokenizer",
     "types": "AfterStep BeforeStep Event FinishReason Next PromptMoment",
-    "types.protocols": "Hook",
+    "types.hooks": "Hook",
 }
 """Module -> the public names that it defines."""
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

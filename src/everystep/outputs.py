@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from everystep.errors import RequestError, shown
 from everystep.types import FinishReason
-from everystep.types.given import require_tensor
+from everystep.types.given_tensors import require_tensor
 
 Layers = tuple[Tensor, ...]
 
@@ -45,7 +45,7 @@ class TokenLogprobs:
 
 
 @dataclass(eq=False, repr=False)
-class Shown(Mapping[str, Any]):
+class OutputFields(Mapping[str, Any]):
     """Fields that are attributes, and keys and indices too, without those that are None."""
 
     __eq__ = object.__eq__
@@ -85,7 +85,7 @@ class Shown(Mapping[str, Any]):
 
 
 @dataclass(eq=False, kw_only=True, repr=False)
-class Output(Shown):
+class Output(OutputFields):
     """The fields of every output of `generate()` beyond those of transformers.
 
     `text`: one per sequence, prompt excluded, if there is a tokenizer. `new_tokens`: per sequence
@@ -111,7 +111,7 @@ class Output(Shown):
 
 
 @dataclass(eq=False, repr=False)
-class CausalLMOutput(Shown):
+class CausalLMOutput(OutputFields):
     """`loss`: () where labels were given. `logits`: (B, T, V). `past_key_values`: the cache with
     these positions, or None. `hidden_states`: (B, T, E) before the first layer and after each, the
     last one normalised. `attentions`: (B, H, T, S) of each layer."""

@@ -12,7 +12,7 @@ import typer
 
 from everystep.cli.app import app
 from everystep.cli.completion import SCRIPTS, VALUES, candidates
-from everystep.config.named import NAMED
+from everystep.config.named_strategies import NAMED
 from everystep.files.hub import cached_repositories
 from everystep.files.sources import DEFAULT_MODEL
 from tests.cli.running import Caller

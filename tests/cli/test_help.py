@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from everystep import __version__
 from everystep.cli.app import app
 from everystep.cli.completion import SCRIPTS
-from everystep.config.named import NAMED
+from everystep.config.named_strategies import NAMED
 from tests.cli.running import Caller, everystep, run
 from tests.reading import ROOT
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from everystep.cli.reading import Interrupts
+from everystep.cli.user_input import Interrupts
 
 
 def test_the_first_is_remembered() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import everystep as es
-from everystep.config.named import NAMED
+from everystep.config.named_strategies import NAMED
 from everystep.files.sources import DEFAULT_MODEL
 from tests.cli.running import Caller, everystep, on_terminal, run
 from tests.cli.tiny_model import write_tiny_model

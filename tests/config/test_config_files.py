@@ -13,7 +13,7 @@ from transformers import GenerationConfig as Theirs
 
 from everystep.config import FIELDS, META, CompileConfig, GenerationConfig
 from everystep.errors import FormatError, MissingFileError, RequestError
-from everystep.files.folder import open_folder
+from everystep.files.model_folder import open_folder
 from tests.config.values import DEFAULTS, GREEN, SYNTHID, VALUES
 
 # --- files ----------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ from everystep.engine import engine, feed, hooks, second, sequels, snapshot
 from everystep.engine.choices import Choices
 from everystep.strategies import single
 from everystep.types import Children, Extra, Group, Hooked, Sequence, TokenTable
-from everystep.types import batch as batches
-from everystep.types.batch import Batch, Places
+from everystep.types import request as nouns
+from everystep.types.places import Places
+from everystep.types.request import Batch
 from tests.judges.mutants import Mutant
 from tests.judges.mutants import mutant as registering
 
@@ -89,10 +90,10 @@ def _restored_siblings_draw_alike(group: Group, saved: dict[str, Any], table: To
         sequence.lineage = 0
 
 
-_true_places = batches.places_of
+_true_places = nouns.places_of
 
 
-@mutant("draws counted from the end of the prompt", (batches, "places_of"))
+@mutant("draws counted from the end of the prompt", (nouns, "places_of"))
 def _positions_begin_at_the_prompts_end(
     sequences: list[Sequence], position: np.ndarray, *rest: Any
 ) -> Places:

@@ -21,7 +21,7 @@ from everystep.testing.hash_model import HashExecutor, HesitantExecutor
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 from everystep.types import Prompt, Request
-from everystep.types.protocols import Drafter
+from everystep.types.request import Drafter
 from tests.api.test_drafts import IDS, OUT, ROWS, WAYS, assistant, model
 from tests.executors.models import family_model
 from tests.executors.requests import ids, request

@@ -12,7 +12,7 @@ from everystep.engine import DraftModel, Engine, Lockstep
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.strategies import Greedy, Sample
 from everystep.types import Prompt, Request, Rows
-from everystep.types.protocols import Drafter
+from everystep.types.request import Drafter
 from tests.executors.models import family_model
 from tests.executors.requests import ids, request
 from tests.judges.drive import Drive

@@ -13,7 +13,7 @@ from everystep.engine import Continuous, Engine, Lockstep
 from everystep.errors import EverystepError, InvariantError, RequestError
 from everystep.testing.hash_model import HashExecutor
 from everystep.types import AfterStep, BeforeStep, Next, PromptMoment
-from everystep.types.protocols import Hook
+from everystep.types.hooks import Hook
 from tests.engine.test_hooks import CALM, FUNCTION, VOCABULARY, WAYS, Says, engine, request, run
 from tests.judges.drive import Drive
 

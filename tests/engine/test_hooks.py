@@ -23,7 +23,7 @@ from everystep.strategies import Beam, Contrastive, DiverseBeam, Greedy, Sample
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor
 from everystep.types import AfterStep, BeforeStep, InputSpec, Next, Prompt, PromptMoment, Request
-from everystep.types.protocols import Hook
+from everystep.types.hooks import Hook
 from tests.engine.mutants import HOOK_MUTANTS
 from tests.engine.test_interrupts import Interrupt, Tripwire
 from tests.judges.drive import Drive, result

@@ -23,9 +23,8 @@ from everystep.types import (
     TokenTable,
     Work,
 )
-from everystep.types.batch import Batch
-from everystep.types.candidates import Candidates
-from everystep.types.protocols import Asked, Schedule
+from everystep.types.protocols import Schedule
+from everystep.types.request import Batch, Candidates, WantedDraft
 from tests.judges.drive import Drive, hash_executor, run_together
 from tests.judges.mixes import Mix, random_mix
 
@@ -60,7 +59,7 @@ class Fails:
     def start(self, vocabulary: int) -> Fails:
         return self
 
-    def propose(self, asked: list[Asked], table: TokenTable) -> list[Draft]:
+    def propose(self, asked: list[WantedDraft], table: TokenTable) -> list[Draft]:
         self.count()
         return [Draft(np.array([one.rank])) for one in asked]
 

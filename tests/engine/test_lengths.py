@@ -17,7 +17,7 @@ from everystep.stops.ends import MaxLength
 from everystep.strategies import Greedy, Sample
 from everystep.testing.hash_model import HashExecutor
 from everystep.types import Prompt, Request, StepOutput, Work
-from everystep.types.protocols import Drafter
+from everystep.types.request import Drafter
 from tests.engine.test_interrupts import Interrupt, Tripwire
 from tests.judges.dice import EMBED_DIM
 from tests.judges.drive import Drive

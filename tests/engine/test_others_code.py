@@ -24,7 +24,7 @@ from everystep.types import (
     PromptMoment,
     Wants,
 )
-from everystep.types.protocols import Hook
+from everystep.types.hooks import Hook
 from tests.engine.test_hooks import VOCABULARY, request, run
 from tests.judges.dice import EMBED_DIM
 from tests.judges.drive import Drive

@@ -18,8 +18,9 @@ from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Greedy, Sample
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor
-from everystep.types import Prompt, Request, Verification
-from everystep.types.protocols import Drafter, Draws
+from everystep.types import DraftVerification, Prompt, Request
+from everystep.types.places import Draws
+from everystep.types.request import Drafter
 from tests.judges.dice import EMBED_DIM
 from tests.judges.drive import Drive
 from tests.judges.textbook import Prefix
@@ -41,7 +42,7 @@ def request(draws: Draws, drafter: Drafter | None, name: str = "0") -> Request:
         WARM,
         (EosToken((END,)), MaxLength(len(IDS) + NEW)),
         drafter=drafter,
-        verification=Verification(rejects=drafter is not None),
+        verification=DraftVerification(rejects=drafter is not None),
         max_length=len(IDS) + NEW,
     )
 
@@ -95,7 +96,7 @@ def test_more_is_accepted_by_chance_than_by_a_match() -> None:
     for number in range(1500):
         own = request(SeededDraws(1000 + number), OTHER, str(number))
         # The guesses are drawn by numbers of their own, as they are for rejection.
-        going.submit(replace(own, verification=Verification()))
+        going.submit(replace(own, verification=DraftVerification()))
     going.finish()
     matched = going.engine.counts.accepted / going.engine.counts.drafted
     assert by_chance > matched
@@ -136,7 +137,7 @@ def test_a_mixture_is_verified_where_one_is_asked_for() -> None:
     own = replace(
         request(SeededDraws(0), replace(OTHER, tokens=1)),
         strategy=Greedy(),
-        verification=Verification(weight=weight),
+        verification=DraftVerification(weight=weight),
     )
     going = Drive(Engine(HashExecutor(VOCABULARY, EMBED_DIM), Lockstep()))
     going.submit(own)

@@ -25,7 +25,7 @@ from everystep.errors import (
     UnsupportedError,
 )
 from everystep.images import PictureTokenizer, read_picture_settings
-from everystep.images.reading import read_image
+from everystep.images.image_arrays import read_image
 from everystep.images.tokenizer import END, IMAGE_PAD, START, VIDEO_PAD
 from everystep.testing.tokenizer import tiny_tokenizer
 from everystep.text import Settings, Tokenizer

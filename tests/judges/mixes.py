@@ -54,7 +54,7 @@ from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor, HesitantExecutor
 from everystep.testing.tokenizer import Letters
 from everystep.types import Prompt, Request
-from everystep.types.protocols import Drafter, Strategy
+from everystep.types.request import Drafter, Strategy
 from tests.judges.dice import EMBED_DIM, Dice
 from tests.judges.random_prompts import furnished, random_prompt, related
 from tests.judges.rules import Discourage, Forbid, FrequencyPenalty, Murmur

@@ -26,7 +26,7 @@ from everystep.models.spec import DecoderSpec, NormSpec
 from everystep.nn.linear import dense
 from everystep.nn.rotary import Rope
 from everystep.testing.hash_model import ABILITIES
-from everystep.testing.strict import Feed, Row, StrictExecutor
+from everystep.testing.strict import Row, RowFeed, StrictExecutor
 from everystep.types import Answer, StepOutput, Work
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -75,7 +75,7 @@ class NumpyExecutor(StrictExecutor):
         empty = np.empty((0, attention.kv_heads, attention.head_dim))
         return Row([empty] * (2 * len(self._spec.layers)))
 
-    def extend(self, row: Row, feed: Feed) -> tuple[Tensor, Answer]:
+    def extend(self, row: Row, feed: RowFeed) -> tuple[Tensor, Answer]:
         hidden = self._weights["embed"][np.maximum(feed.tokens, 0)] * self._embed_scale
         for _, start, values in feed.extra.inputs:
             hidden[start : start + len(values)] = _float64(values)

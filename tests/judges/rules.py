@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from everystep.types import AfterStep, BeforeStep, Next, PromptMoment, Rows
-from everystep.types.protocols import Hook
+from everystep.types.hooks import Hook
 
 
 @dataclass(frozen=True)

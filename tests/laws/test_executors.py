@@ -24,7 +24,8 @@ from everystep.nn.rounding import Rounding
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.tokenizer import Letters
 from everystep.types import Prompt, Request
-from everystep.types.protocols import Drafter, Readout
+from everystep.types.protocols import Readout
+from everystep.types.request import Drafter
 from tests.executors.models import family_model, narrow_model
 from tests.judges.laws import Laws
 from tests.judges.mixes import Mix, random_mix

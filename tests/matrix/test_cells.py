@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from everystep.api.model import LanguageModel
-from everystep.config.named import NAMED
+from everystep.config.named_strategies import NAMED
 from everystep.engine import Engine
 from everystep.errors import EverystepError
 from tests.matrix.columns import COLUMNS

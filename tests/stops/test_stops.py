@@ -15,8 +15,7 @@ from everystep.stops.check import check
 from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
 from everystep.types import FinishReason, Prompt, Request, Sequence, TokenTable
-from everystep.types.candidates import Candidates
-from everystep.types.protocols import Stop
+from everystep.types.request import Candidates, Stop
 
 STOP, LENGTH = "stop", FinishReason("length")
 

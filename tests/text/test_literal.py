@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from everystep.errors import RequestError
 from everystep.testing.tokenizer import tiny_tokenizer
 from everystep.text import Tokenizer as Ours
-from everystep.text.settings import Settings
+from everystep.text.tokenizer_settings import Settings
 
 END, START = "<|im_end|>", "<|im_start|>"
 PLAIN = tiny_tokenizer(320)

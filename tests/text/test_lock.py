@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from everystep.errors import TokenizerError
-from everystep.images.reading import read_image
-from everystep.images.settings import PictureSettings
+from everystep.images.image_arrays import read_image
+from everystep.images.picture_settings import PictureSettings
 from everystep.processors.grammars.grammar import compiled
 from everystep.processors.grammars.source import read_source
 from everystep.processors.grammars.vocabulary import vocabulary_of

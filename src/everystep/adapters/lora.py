@@ -133,11 +133,11 @@ class _AdaptedLinear(LinearMap):
         return y
 
 
-Asked = Iterable[tuple[tuple[tuple[str, float], ...], Tensor]]
+AskedAdapters = Iterable[tuple[tuple[tuple[str, float], ...], Tensor]]
 """(name, weight) pairs of known adapters, and the positions (n,) that want all of them."""
 
 
-def adapted(decoder: Decoder, adapters: Mapping[str, LoRA], asked: Asked) -> Decoder:
+def adapted(decoder: Decoder, adapters: Mapping[str, LoRA], asked: AskedAdapters) -> Decoder:
     """Return the decoder for one step over N positions, some of which ask for adapters."""
     uses = _uses(decoder, adapters, asked)
     layers = []
@@ -156,7 +156,7 @@ def adapted(decoder: Decoder, adapters: Mapping[str, LoRA], asked: Asked) -> Dec
     return replace(decoder, layers=tuple(layers))
 
 
-def _uses(decoder: Decoder, adapters: Mapping[str, LoRA], asked: Asked) -> list[_Use]:
+def _uses(decoder: Decoder, adapters: Mapping[str, LoRA], asked: AskedAdapters) -> list[_Use]:
     """Return each adapter once, with all positions that ask for it."""
     found: dict[str, list[tuple[Tensor, float]]] = {}
     for pairs, places in asked:

@@ -24,9 +24,9 @@ from everystep.errors import (
     nearest,
     shown,
 )
-from everystep.files.folder import open_folder
 from everystep.files.gguf import read_gguf
 from everystep.files.hub import HubAccess
+from everystep.files.model_folder import open_folder
 from everystep.files.sources import resolve_source
 from everystep.models import complete_config
 from everystep.models.config import ModelConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everystep.config import GenerationConfig
-from everystep.config.named import SEARCHES
+from everystep.config.named_strategies import SEARCHES
 from everystep.files.sources import DEFAULT_MODEL
 
 MOST_NEW_TOKENS = 512

@@ -27,7 +27,7 @@ from everystep.requests.pictures import (
 )
 from everystep.requests.subject import Subject
 from everystep.types import Injected, Prompt
-from everystep.types.given import require_tensor
+from everystep.types.given_tensors import require_tensor
 
 _FORMS: dict[str, tuple[str, tuple[int, ...], Literal["integers", "floats", "any"]]] = {
     "input_ids": ("a (batch, length) tensor of ids", (2,), "integers"),

@@ -21,8 +21,8 @@ from everystep.config.kinds import one_of
 from everystep.errors import FormatError, MissingFileError, RequestError, shown
 from everystep.executors.choice import ExecutorName, holds_panels, slow_path
 from everystep.executors.process import loading
-from everystep.files.folder import open_folder
 from everystep.files.gguf import GgufFile, read_gguf
+from everystep.files.model_folder import open_folder
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.images import PictureTokenizer, read_picture_settings
 from everystep.models import Model, build_gguf_model, build_model

@@ -14,9 +14,9 @@ from everystep.api.load import Progress, Source, load
 from everystep.api.model import LanguageModel
 from everystep.errors import FileError, RequestError, shown
 from everystep.files.atomic import atomic_file, atomic_folder, write_atomic
-from everystep.files.folder import CONFIG, GENERATION_CONFIG
 from everystep.files.gguf import read_gguf
 from everystep.files.gguf_writer import GgufEntry, write_gguf
+from everystep.files.model_folder import CONFIG, GENERATION_CONFIG
 from everystep.files.opening import as_path, expanded, is_there
 from everystep.files.safetensors_writer import Entry, write_weights
 from everystep.models import Model

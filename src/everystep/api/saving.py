@@ -16,7 +16,7 @@ from everystep.config import GenerationConfig
 from everystep.config.kinds import is_number
 from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.files.atomic import atomic_files
-from everystep.files.folder import CONFIG, GENERATION_CONFIG
+from everystep.files.model_folder import CONFIG, GENERATION_CONFIG
 from everystep.files.opening import as_path
 from everystep.files.safetensors_writer import Entry, is_of_weights, write_weights
 from everystep.models import Model, exported_config, named_shapes, named_weights, stored_weights

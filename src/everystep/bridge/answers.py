@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from everystep.bridge.calls import Block
+from everystep.bridge.forward_arguments import Block
 from everystep.bridge.sheets import Sheet
 from everystep.types import Answer
 

@@ -17,7 +17,7 @@ from everystep.bridge.caches import foreign_cache, is_foreign, own_cache
 from everystep.bridge.executor import ForeignExecutor
 from everystep.bridge.findings import Findings
 from everystep.bridge.foreign import Foreign
-from everystep.bridge.named import REFUSALS, Media, batched, declared, placed, refused
+from everystep.bridge.named_inputs import REFUSALS, Media, batched, declared, placed, refused
 from everystep.bridge.own_inputs import prepares
 from everystep.bridge.trial import examine
 from everystep.cache.containers import Cache, DynamicCache, own_half

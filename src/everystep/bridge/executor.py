@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everystep.bridge.answers import answer_of, early_of
-from everystep.bridge.calls import Block, arguments, kind_of, step_of
 from everystep.bridge.findings import Findings
 from everystep.bridge.foreign import Foreign
-from everystep.bridge.named import declared, refused
+from everystep.bridge.forward_arguments import Block, arguments, kind_of, step_of
+from everystep.bridge.named_inputs import declared, refused
 from everystep.bridge.own_inputs import Carried, carries, require_new
 from everystep.bridge.pasts import cache_of, past_of_row
 from everystep.bridge.sheets import Place, Sheet, assembled, columns_across, emptied, keep_spare

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everystep.cache.choices import (
+from everystep.cache.cache_config import (
     layer_windows,
     layers_of,
     read_quantization,

@@ -21,7 +21,7 @@ from everystep.errors import InvariantError
 from everystep.nn.attention import (
     RelativeBias,
     Rule,
-    Sight,
+    View,
     fold_heads,
     look,
     look_and_weigh,
@@ -31,7 +31,7 @@ from everystep.nn.attention import (
 from everystep.nn.ragged import Ragged
 from everystep.types import Work
 
-_EVERYTHING = Sight(np.empty(0), np.empty(0), causal=False)
+_EVERYTHING = View(np.empty(0), np.empty(0), causal=False)
 
 
 class CacheContext:
@@ -44,7 +44,7 @@ class CacheContext:
     def __init__(self, rows: RowCache, work: Work) -> None:
         self._rows = rows
         self.plan = make_plan(rows, work)
-        self._sights: dict[tuple[int, int], Sight] = {}
+        self._views: dict[tuple[int, int], View] = {}
         weighed = [feed.index for feed in self.plan.feeds if feed.weights]
         self.attentions: dict[int, list[Tensor]] = {index: [] for index in weighed}
         self.cross_attentions: dict[int, list[Tensor]] = {index: [] for index in weighed}
@@ -119,8 +119,8 @@ class CacheContext:
         k, v = bank.format.unpacked(tails[:, : shape.rows, :, : box.tail])
         own = _filled(q, shape)
         if not box.levels:
-            return _packed(look(own, k, v, rule, box.sight, bias), shape)
-        mask = box.sight.mask(rule, bias, own, k.shape[1])
+            return _packed(look(own, k, v, rule, box.view, bias), shape)
+        mask = box.view.mask(rule, bias, own, k.shape[1])
         own = fold_heads(own, k.shape[1])
         held = [shelf[:, one.first : one.last, :, : one.length] for one in box.levels]
         pairs = list(zip(box.levels, map(bank.format.unpacked, held), strict=True))
@@ -153,17 +153,17 @@ class CacheContext:
         elif feed.start:
             held = bank.read(index, feed.before[place], feed.row.line)
             seen = torch.cat([*held, seen[:, 0]], dim=2)[:, None]
-        return _seen(own, seen, rule, self._sight(place, feed), bias, feed, self.attentions)
+        return _seen(own, seen, rule, self._view(place, feed), bias, feed, self.attentions)
 
-    def _sight(self, place: int, feed: PlannedFeed) -> Sight:
+    def _view(self, place: int, feed: PlannedFeed) -> View:
         """Return what a span's queries see, made once for all layers of a bank."""
         key = (place, feed.index)
-        if key not in self._sights:
+        if key not in self._views:
             bank = self._rows.banks[place]
             coded = bank.coding is not None
-            made = _coded_sight(bank, place, feed) if coded else _span_sight(place, feed)
-            self._sights[key] = made
-        return self._sights[key]
+            made = _coded_view(bank, place, feed) if coded else _span_view(place, feed)
+            self._views[key] = made
+        return self._views[key]
 
 
 def _rectangle_across(across: Tensor, q: Tensor, shape: Rectangle, rule: Rule) -> Tensor:
@@ -185,7 +185,7 @@ def _seen(
     q: Tensor,
     kv: Tensor,
     rule: Rule,
-    sight: Sight,
+    view: View,
     bias: RelativeBias | None,
     feed: PlannedFeed,
     weights: dict[int, list[Tensor]],
@@ -193,28 +193,28 @@ def _seen(
     """Attend with queries (R, T, H, D) to kv (2, R, K, S, D); keep weights that the feed wants."""
     k, v = kv
     if not feed.weights:
-        return look(q, k, v, rule, sight, bias)
-    out, found = look_and_weigh(q, k, v, rule, sight, bias)
-    weights[feed.index].append(_by_position(found[0], sight))
+        return look(q, k, v, rule, view, bias)
+    out, found = look_and_weigh(q, k, v, rule, view, bias)
+    weights[feed.index].append(_by_position(found[0], view))
     return out
 
 
-def _by_position(weights: Tensor, sight: Sight) -> Tensor:
+def _by_position(weights: Tensor, view: View) -> Tensor:
     """Turn (H, T, keys) into (H, T, S): one weight for every position of the row."""
-    if sight is _EVERYTHING:
+    if view is _EVERYTHING:
         return weights
-    keys = torch.as_tensor(sight.keys, device=weights.device)
-    room = weights.new_zeros(*weights.shape[:2], int(sight.queries[-1]) + 1)
+    keys = torch.as_tensor(view.keys, device=weights.device)
+    room = weights.new_zeros(*weights.shape[:2], int(view.queries[-1]) + 1)
     return room.index_add_(2, keys, weights)
 
 
-def _span_sight(place: int, feed: PlannedFeed) -> Sight:
-    """Return the sight of a span, which looks at what its row held, and at itself."""
+def _span_view(place: int, feed: PlannedFeed) -> View:
+    """Return the view of a span, which looks at what its row held, and at itself."""
     first = feed.before[place].first
     keys = np.arange(first, feed.start + feed.count)
     mask = None if feed.mask is None else feed.mask[..., first:]
     aligned = first == feed.start
-    return Sight(keys[feed.start - first :], keys, mask, causal=mask is None, aligned=aligned)
+    return View(keys[feed.start - first :], keys, mask, causal=mask is None, aligned=aligned)
 
 
 # --- codes ----------------------------------------------------------------------------------------
@@ -243,8 +243,8 @@ def _soon(bank: Bank, place: int, feed: PlannedFeed) -> int:
     return max(bank.how.packed(feed.start + feed.count - 1) - feed.before[place].base, 0)
 
 
-def _coded_sight(bank: Bank, place: int, feed: PlannedFeed) -> Sight:
-    """Return a sight of each position exactly up to its turn, and by its codes from then on."""
+def _coded_view(bank: Bank, place: int, feed: PlannedFeed) -> View:
+    """Return a view of each position exactly up to its turn, and by its codes from then on."""
     base, end = feed.before[place].base, feed.start + feed.count
     codes, exact = np.arange(base + _soon(bank, place, feed)), np.arange(base, end)
     keys = np.concatenate([codes, exact])
@@ -252,9 +252,9 @@ def _coded_sight(bank: Bank, place: int, feed: PlannedFeed) -> Sight:
     turns = bank.how.turn(keys)
     coded = (queries[:, None] >= turns) == (np.arange(len(keys)) < len(codes))
     if feed.mask is None:
-        return Sight(queries, keys, coded[None])
+        return View(queries, keys, coded[None])
     seen = feed.mask.cpu()[..., torch.from_numpy(keys)] & torch.from_numpy(coded)
-    return Sight(queries, keys, seen, causal=False)
+    return View(queries, keys, seen, causal=False)
 
 
 def _filled(q: Tensor, shape: Rectangle) -> Tensor:

@@ -24,7 +24,7 @@ from everystep.cache.bank import BankPart
 from everystep.cache.pool import Link
 from everystep.cache.rows import CacheRow, RowCache
 from everystep.errors import InvariantError
-from everystep.nn.attention import Sight
+from everystep.nn.attention import View
 from everystep.nn.ragged import on_device
 from everystep.types import Extra, Work
 
@@ -101,12 +101,12 @@ class Level:
 class Box:
     """The keys of a rectangle's rows in one bank: segments by levels, then `tail` positions.
 
-    `sight`: what of it their queries see.
+    `view`: what of it their queries see.
     """
 
     levels: tuple[Level, ...]
     tail: int
-    sight: Sight
+    view: View
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,7 +125,7 @@ class Rectangle:
     scatter: Tensor | None
     boxes: tuple[Box, ...]
     across: Level | None
-    across_seen: Sight
+    across_seen: View
 
 
 class Writes(NamedTuple):
@@ -244,7 +244,7 @@ def _rectangle(feeds: Sequence[PlannedFeed], banks: int, device: torch.device) -
         scatter=scatter,
         boxes=tuple(_box(by_line, queries, bank, device) for bank in range(banks)),
         across=across,
-        across_seen=Sight(queries, queries, held[:, None, None], causal=False),
+        across_seen=View(queries, queries, held[:, None, None], causal=False),
     )
 
 
@@ -273,7 +273,7 @@ def _box(
     # One query after all keys sees every one of them, but for windows.
     causal = queries.shape[1] > 1
     exists = None if not causal and bool(there.all()) else there[:, None, None]
-    return Box(tuple(levels), len(run), Sight(queries, places, exists, causal=causal))
+    return Box(tuple(levels), len(run), View(queries, places, exists, causal=causal))
 
 
 def _filling(

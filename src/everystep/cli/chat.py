@@ -16,9 +16,9 @@ from everystep.cli import options as o
 from everystep.cli.conversation import USUAL_LENGTH, Conversation
 from everystep.cli.loading import load
 from everystep.cli.prompts import require_template
-from everystep.cli.reading import Interrupts, read_prompt
 from everystep.cli.slash import obey
 from everystep.cli.terminal import is_terminal, note
+from everystep.cli.user_input import Interrupts, read_prompt
 from everystep.errors import EverystepError
 from everystep.files.sources import DEFAULT_MODEL, SourceSettings
 

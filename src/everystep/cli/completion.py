@@ -16,7 +16,7 @@ import typer
 from everystep.cli.models import WrittenFormat
 from everystep.cli.options import CacheDtype, Dtype, Rounding
 from everystep.cli.terminal import write_line
-from everystep.config.named import NAMED
+from everystep.config.named_strategies import NAMED
 from everystep.files.hub import cached_repositories
 from everystep.files.sources import KNOWN_MODELS, cached_models
 

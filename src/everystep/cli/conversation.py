@@ -10,8 +10,8 @@ from typing import Any
 import everystep as es
 from everystep.cli.options import judged
 from everystep.cli.prompts import Message, system_message
-from everystep.cli.reading import Interrupts
 from everystep.cli.terminal import AnswerText, note, write_line
+from everystep.cli.user_input import Interrupts
 from everystep.errors import CapacityError, RequestError
 
 USUAL_LENGTH = 1024

@@ -11,14 +11,20 @@ import typer
 
 import everystep as es
 from everystep.cli import options as o
-from everystep.cli.answers import about_answers, chosen_form, show_events, show_results, timings
 from everystep.cli.grammars import Choices, GrammarFile, Regex, Schema, following
 from everystep.cli.loading import load
 from everystep.cli.pages import Lines, Page, Reasoning, asked_page
-from everystep.cli.prompts import Prompt
-from everystep.cli.reading import read_prompt
+from everystep.cli.prompts import CommandPrompt
 from everystep.cli.runs import Resume, Save, Trace, WatchedRun, refuse_prompt, resumed
+from everystep.cli.shown_answers import (
+    about_answers,
+    chosen_form,
+    show_events,
+    show_results,
+    timings,
+)
 from everystep.cli.terminal import note
+from everystep.cli.user_input import read_prompt
 from everystep.files.atomic import require_writable
 from everystep.files.sources import DEFAULT_MODEL
 
@@ -112,7 +118,7 @@ def generate(
     )
     decoding |= following(schema, regex, grammar, choices)
     text = "" if resume is not None else read_prompt(prompt, file)
-    asked = Prompt(text, as_message, system, about_page)
+    asked = CommandPrompt(text, as_message, system, about_page)
     started = time.perf_counter()
     how = (dtype, quantize, cache_dtype, device, offline or context.obj)
     loaded, tokenizer = load(model, *how)

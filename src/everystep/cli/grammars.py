@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from everystep.cli.reading import read_text
+from everystep.cli.user_input import read_text
 
 _following = partial(typer.Option, rich_help_panel="Structured output; one of these")
 

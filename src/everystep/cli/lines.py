@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everystep.cli.reading import Interrupts, decoded
 from everystep.cli.terminal import note, write_line
+from everystep.cli.user_input import Interrupts, decoded
 from everystep.errors import FileError
 from everystep.files.atomic import atomic_file
 from everystep.files.opening import read_bounded

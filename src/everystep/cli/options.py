@@ -18,7 +18,7 @@ import typer
 
 from everystep.cli.terminal import note
 from everystep.config import FIELDS, GenerationConfig
-from everystep.config.named import NAMED, is_named, with_named
+from everystep.config.named_strategies import NAMED, is_named, with_named
 from everystep.errors import RequestError, shown
 
 Dtype = StrEnum("Dtype", "float64 float32 bfloat16 float16")

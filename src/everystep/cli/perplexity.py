@@ -13,8 +13,8 @@ import everystep as es
 from everystep.cli import options as o
 from everystep.cli.loading import load
 from everystep.cli.models import AsJson
-from everystep.cli.reading import read_prompt, read_text
 from everystep.cli.terminal import is_terminal, write_report, write_table
+from everystep.cli.user_input import read_prompt, read_text
 from everystep.files.sources import DEFAULT_MODEL
 
 _MOST = 2048

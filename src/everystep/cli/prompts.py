@@ -13,7 +13,7 @@ Message = dict[str, str]
 
 
 @dataclass(frozen=True)
-class Prompt:
+class CommandPrompt:
     """`message`: the text goes through the chat template, as it does with a `system` message;
     `page`: arguments of `es.layout_prompt` for a question about a page, none without one."""
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from everystep.cli.chat_settings import change, shown_settings
 from everystep.cli.conversation import Conversation
 from everystep.cli.prompts import Message
-from everystep.cli.reading import Interrupts
-from everystep.cli.settings import change, shown_settings
+from everystep.cli.user_input import Interrupts
 from everystep.errors import FormatError, RequestError, nearest
 from everystep.files.atomic import write_atomic
 from everystep.files.opening import expanded, read_bounded

@@ -11,8 +11,8 @@ import everystep as es
 from everystep.cli import options as o
 from everystep.cli.loading import fetch
 from everystep.cli.models import AsJson
-from everystep.cli.reading import read_text
 from everystep.cli.terminal import note, write_report, write_table
+from everystep.cli.user_input import read_text
 from everystep.files.atomic import require_writable, write_atomic
 from everystep.files.sources import DEFAULT_MODEL
 

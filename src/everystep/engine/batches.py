@@ -37,9 +37,7 @@ from everystep.types import (
     StepOutput,
     TokenTable,
 )
-from everystep.types.batch import Check
-from everystep.types.candidates import Candidates
-from everystep.types.protocols import InRounds
+from everystep.types.request import Candidates, Check, InRounds
 
 History = tuple[Tensor, ...]
 """The scores that a call chose from, (R, V) per step, for criteria that want to read them."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from everystep.engine.batches import Scored
 from everystep.engine.choices import StepRecord
 from everystep.types import Answer, Children
-from everystep.types.protocols import Strategy
+from everystep.types.request import Strategy
 
 
 @dataclass(slots=True)

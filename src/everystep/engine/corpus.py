@@ -17,7 +17,8 @@ from everystep.engine.feed import NO_IDS
 from everystep.engine.lookup import PromptLookup, before, read
 from everystep.errors import RequestError, shown
 from everystep.types import Draft, TokenTable
-from everystep.types.protocols import Asked, Schedule
+from everystep.types.protocols import Schedule
+from everystep.types.request import WantedDraft
 
 _END = -1  # after every text
 _LEAST = 2  # ids that must stand in the corpus
@@ -139,7 +140,7 @@ class CorpusLookup:
     def start(self, vocabulary: int) -> CorpusLookup:
         return self
 
-    def propose(self, asked: list[Asked], table: TokenTable) -> list[Draft]:
+    def propose(self, asked: list[WantedDraft], table: TokenTable) -> list[Draft]:
         return [Draft(self.draft(read(s, table), most, rank)) for s, most, rank in asked]
 
     def draft(self, ids: np.ndarray, most: int, rank: int = 0) -> np.ndarray:

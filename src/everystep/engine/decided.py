@@ -12,7 +12,7 @@ from torch import Tensor
 
 from everystep.errors import RequestError, shown
 from everystep.types import Children, Finished, Group
-from everystep.types.protocols import Strategy
+from everystep.types.request import Strategy
 
 
 def picked_by(strategy: Strategy, picked: Any) -> tuple[Tensor, ...]:

@@ -26,7 +26,8 @@ from everystep.types import (
     TokenTable,
     is_memory,
 )
-from everystep.types.protocols import Asked, Drafting, Schedule
+from everystep.types.protocols import Schedule
+from everystep.types.request import Drafting, WantedDraft
 
 _NO_DRAFT = Draft(NO_IDS)
 
@@ -78,7 +79,7 @@ class Guesses:
     model: SecondModel
     until: Until
 
-    def propose(self, asked: list[Asked], table: TokenTable) -> list[Draft]:
+    def propose(self, asked: list[WantedDraft], table: TokenTable) -> list[Draft]:
         """As many guesses as may be, fewer where one was unlikely."""
         readable = [one for one in asked if self._readable(one.sequence)]
         for sequence, most, _ in readable:
@@ -104,7 +105,9 @@ class Guesses:
         ids = sequence.request.prompt.ids
         return ids is not None and bool((ids < self.model.executor.vocab_size).all())
 
-    def _choose(self, going: list[Asked], table: TokenTable, done: int, made: Made) -> list[bool]:
+    def _choose(
+        self, going: list[WantedDraft], table: TokenTable, done: int, made: Made
+    ) -> list[bool]:
         """Every line holds one guess more, after the `done` that stand there; whether the draft
         may go on."""
         sequences = [one.sequence for one in going]
@@ -142,7 +145,7 @@ def guess(
     rows: Rows, scores: Tensor, done: int, until: Until, made: Made, ranks: Items[int] = ()
 ) -> list[bool]:
     """Writes after every row what its request would choose from the scores (R, V), after `done`
-    guesses; whether the drafts may go on. `ranks`: see `Asked`."""
+    guesses; whether the drafts may go on. `ranks`: see `WantedDraft`."""
     goes_on = np.ones(len(rows), dtype=bool)
     for own in _alike(rows.sequences):
         part = rows.select(own)

@@ -25,7 +25,7 @@ from everystep.engine.feed import Feeds, Grant
 from everystep.engine.guests import Failed, Host, together_or_apart, unused
 from everystep.engine.lengths import Costs, Lengths, note_reading
 from everystep.types import Group, Request, Sequence
-from everystep.types.protocols import Asked, Drafter, Drafting
+from everystep.types.request import Drafter, Drafting, WantedDraft
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ class Drafters:
         rooms, most_drafts = list(map(_room, sequences)), [drafts_at_most(*one) for one in choosing]
         limits = self.lengths.limits(drafter, sequences, rooms, most_drafts, rows)
         asked = [
-            Asked(alternative(sequence, feeds) if rank else sequence, most, rank)
+            WantedDraft(alternative(sequence, feeds) if rank else sequence, most, rank)
             for sequence, own in zip(sequences, limits, strict=True)
             for rank, most in enumerate(own)
             if most > 0

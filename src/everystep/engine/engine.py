@@ -32,7 +32,7 @@ from everystep.engine.drafting import Drafters
 from everystep.engine.events import last_events, settled_events
 from everystep.engine.feed import Feeds, Grant, columns_of, feed, note_hidden, regroup
 from everystep.engine.given import require_fitting
-from everystep.engine.guests import Clock, Guests, Host, Kind
+from everystep.engine.guests import Clock, GuestKind, Guests, Host
 from everystep.engine.hooks import Hooking, require_known_gifts
 from everystep.engine.ledger import Ledger
 from everystep.engine.prefixes import Prefixes, Room
@@ -57,9 +57,9 @@ from everystep.types import (
 Observer = Callable[[StepRecord], None]
 # Ids are drafted first: what reads feeds and gives for them beside reads and gives for drafts too.
 GUESTS = (
-    Kind(lambda request: request.drafter is not None, Drafters.of),
-    Kind(lambda request: isinstance(request.readout, Contrast), Amateurs),
-    Kind(lambda request: bool(request.hooks), Hooking),
+    GuestKind(lambda request: request.drafter is not None, Drafters.of),
+    GuestKind(lambda request: isinstance(request.readout, Contrast), Amateurs),
+    GuestKind(lambda request: bool(request.hooks), Hooking),
 )
 
 

@@ -15,7 +15,8 @@ from everystep.engine.feed import NO_IDS
 from everystep.processors.grammars.grammar import GrammarPlace, has, tokens_in
 from everystep.processors.grammars.mask import GrammarMask
 from everystep.types import Sequence, TokenTable
-from everystep.types.protocols import Asked, Draft, Drafter, Drafting, Schedule
+from everystep.types.protocols import Draft, Schedule
+from everystep.types.request import Drafter, Drafting, WantedDraft
 
 _MOST = 32
 
@@ -46,7 +47,7 @@ class _Forcing:
     guesses: int
     beside: Drafting | None = field(default=None)
 
-    def propose(self, asked: list[Asked], table: TokenTable) -> list[Draft]:
+    def propose(self, asked: list[WantedDraft], table: TokenTable) -> list[Draft]:
         places = [_place(one.sequence) for one in asked]
         forced = [_forced(place, one, table) for place, one in zip(places, asked, strict=True)]
         # Nothing else may follow than what is forced.
@@ -68,7 +69,7 @@ class _Forcing:
         return 0 if self.beside is None else self.beside.held()
 
 
-def _forced(place: GrammarPlace, asked: Asked, table: TokenTable) -> np.ndarray:
+def _forced(place: GrammarPlace, asked: WantedDraft, table: TokenTable) -> np.ndarray:
     """The ids that alone may follow, one after another."""
     sequence = asked.sequence
     # A step that was broken off may have read guesses.

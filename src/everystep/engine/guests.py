@@ -58,7 +58,7 @@ class Guest(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kind:
+class GuestKind:
     """A kind of guest: the requests that need it, and its maker."""
 
     is_needed: Callable[[Request], bool]
@@ -70,8 +70,8 @@ class Guests:
     """The guests of an engine, at most one of each kind, asked in the order of the kinds."""
 
     host: Host
-    kinds: tuple[Kind, ...]
-    present: dict[Kind, Guest] = field(default_factory=dict)
+    kinds: tuple[GuestKind, ...]
+    present: dict[GuestKind, Guest] = field(default_factory=dict)
 
     def open(self, request: Request) -> None:
         """Let the guests that a request needs get ready for it, and make those that are absent."""

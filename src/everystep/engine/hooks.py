@@ -31,7 +31,7 @@ from everystep.types import (
     Sequence,
     TokenTable,
 )
-from everystep.types.protocols import Hook
+from everystep.types.hooks import Hook
 from everystep.types.stored import Chain
 
 HOOKED = "hooks"

@@ -16,7 +16,7 @@ import numpy as np
 
 from everystep.engine.layout import Layout
 from everystep.types import Sequence
-from everystep.types.protocols import Drafter
+from everystep.types.request import Drafter
 
 _KEY = "drafts"
 _SAMPLES = 5  # of which the median counts

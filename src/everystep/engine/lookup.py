@@ -8,7 +8,8 @@ import numpy as np
 
 from everystep.engine.feed import NO_IDS
 from everystep.types import Draft, Sequence, TokenTable
-from everystep.types.protocols import Asked, Schedule
+from everystep.types.protocols import Schedule
+from everystep.types.request import WantedDraft
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class PromptLookup:
     def start(self, vocabulary: int) -> PromptLookup:
         return self
 
-    def propose(self, asked: list[Asked], table: TokenTable) -> list[Draft]:
+    def propose(self, asked: list[WantedDraft], table: TokenTable) -> list[Draft]:
         return [Draft(self.draft(read(s, table), most, rank)) for s, most, rank in asked]
 
     def draft(self, ids: np.ndarray, most: int, rank: int = 0) -> np.ndarray:

@@ -19,7 +19,8 @@ from everystep.engine.second import SecondModel, SecondRow
 from everystep.engine.spelling import SharedTokens, Tokenizers
 from everystep.executors.base import Executor
 from everystep.types import Draft, Rows, Sequence, TokenTable
-from everystep.types.protocols import Asked, Drafting, Schedule
+from everystep.types.protocols import Schedule
+from everystep.types.request import Drafting, WantedDraft
 from everystep.types.table import common_length
 
 
@@ -96,7 +97,7 @@ class OtherGuesses:
     def held(self) -> int:
         return self.model.held()
 
-    def known(self, asked: list[Asked], table: TokenTable) -> list[tuple[Sequence, int]]:
+    def known(self, asked: list[WantedDraft], table: TokenTable) -> list[tuple[Sequence, int]]:
         """The sequences whose text is known, each with its limit; their rows have all of it."""
         found = []
         for sequence, most, _ in asked:
@@ -126,7 +127,7 @@ class TokenGuesses(OtherGuesses):
 
     shared: SharedTokens
 
-    def propose(self, asked: list[Asked], table: TokenTable) -> list[Draft]:
+    def propose(self, asked: list[WantedDraft], table: TokenTable) -> list[Draft]:
         """As many guesses as may be, fewer where one was unlikely."""
         going = known = self.known(asked, table)
         made = Made({id(sequence): 0 for sequence, _ in known})
@@ -159,7 +160,7 @@ class TokenGuesses(OtherGuesses):
 class TextGuesses(OtherGuesses):
     """Guesses of the draft model in its own tokens, spelled in those of the model."""
 
-    def propose(self, asked: list[Asked], table: TokenTable) -> list[Draft]:
+    def propose(self, asked: list[WantedDraft], table: TokenTable) -> list[Draft]:
         """The ids of a text of as many tokens as may be, or fewer."""
         going = known = self.known(asked, table)
         guesses: dict[int, list[int]] = {id(sequence): [] for sequence, _ in known}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from everystep.types import Request, Scores
-from everystep.types.batch import Batch, places_of
+from everystep.types.request import Batch, places_of
 
 Drafted = tuple[Request, int, np.ndarray, Tensor | None]
 """A request, the first row of one of its sequences, its draft, and what that was drawn from."""

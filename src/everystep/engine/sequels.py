@@ -29,8 +29,7 @@ from everystep.types import (
     Sequence,
     StepOutput,
 )
-from everystep.types.hooks import UNCHANGED
-from everystep.types.protocols import Hook
+from everystep.types.hooks import UNCHANGED, Hook
 from everystep.types.stored import Chain
 
 

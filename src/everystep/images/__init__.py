@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everystep.images.settings import PictureSettings, read_picture_settings
+from everystep.images.picture_settings import PictureSettings, read_picture_settings
 from everystep.images.tokenizer import PictureTokenizer
 
 __all__ = ["PictureSettings", "PictureTokenizer", "read_picture_settings"]

@@ -20,16 +20,16 @@ import torch
 from everystep.errors import FormatError, RequestError, UnsupportedError, shown
 from everystep.files.atomic import write_atomic
 from everystep.files.opening import as_path
-from everystep.images.reading import read_image
-from everystep.images.settings import IMAGES, VIDEOS, PictureSettings, read_picture_settings
+from everystep.images.image_arrays import read_image
+from everystep.images.picture_settings import IMAGES, VIDEOS, PictureSettings, read_picture_settings
 from everystep.images.sizes import sampled_frames, times_of
 from everystep.text import Tokenizer
 from everystep.text.batch import BatchEncoding
-from everystep.text.calls import as_texts
-from everystep.text.folder import read_folder
+from everystep.text.call_arguments import as_texts
 from everystep.text.native import checked_text
-from everystep.text.settings import Settings, described
 from everystep.text.template import RenderedChat
+from everystep.text.tokenizer_folder import read_folder
+from everystep.text.tokenizer_settings import Settings, described
 
 IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
 START, END = "<|vision_start|>", "<|vision_end|>"

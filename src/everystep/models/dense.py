@@ -14,7 +14,7 @@ from torch import Tensor
 
 from everystep.cache.containers import Cache, EncoderDecoderCache
 from everystep.errors import InvariantError, RequestError
-from everystep.nn.attention import RelativeBias, Rule, Sight, look, look_and_weigh
+from everystep.nn.attention import RelativeBias, Rule, View, look, look_and_weigh
 from everystep.nn.network import Heard, Network, Placed, State, StepInputs
 from everystep.nn.ragged import Ragged
 
@@ -54,8 +54,8 @@ class DenseContext:
         self._across = across
         held = None if across_seen is None else across_seen[:, None, None]
         nowhere = torch.empty(0)
-        self._across_sight = Sight(nowhere, nowhere, held, causal=False)
-        self._sights: dict[int, Sight] = {}
+        self._across_view = View(nowhere, nowhere, held, causal=False)
+        self._views: dict[int, View] = {}
         self._feeds: Ragged | None = None
 
     def attend(
@@ -68,10 +68,10 @@ class DenseContext:
         k, v = kv.view(*self._shape, *kv.shape[1:]).permute(2, 0, 3, 1, 4)
         if self._cache is not None:
             k, v = self._cache.update(k, v, layer)
-        q, sight = q.view(*self._shape, *q.shape[1:]), self._sight(k)
+        q, view = q.view(*self._shape, *q.shape[1:]), self._view(k)
         if self._heard is None:
-            return look(q, k, v, rule, sight, bias)
-        out, weights = look_and_weigh(q, k, v, rule, sight, bias)
+            return look(q, k, v, rule, view, bias)
+        out, weights = look_and_weigh(q, k, v, rule, view, bias)
         self._heard.attentions.append(weights)
         return out
 
@@ -80,7 +80,7 @@ class DenseContext:
         if self._across is None:
             raise InvariantError("there are no encoder states to look at")
         k, v = self._across[layer]
-        return look(q.view(*self._shape, *q.shape[1:]), k, v, rule, self._across_sight)
+        return look(q.view(*self._shape, *q.shape[1:]), k, v, rule, self._across_view)
 
     def feeds(self) -> Ragged:
         """Return the rectangle as a recurrent layer reads it, without padding."""
@@ -106,10 +106,10 @@ class DenseContext:
         if self._heard is not None:
             self._heard.layers.append(hidden.view(*self._shape, -1))
 
-    def _sight(self, k: Tensor) -> Sight:
+    def _view(self, k: Tensor) -> View:
         """Return what is seen of keys (B, K, S, D): a layer's last positions, or room for more."""
         length = k.shape[2]
-        if length not in self._sights:
+        if length not in self._views:
             stop = self._start + self._shape[1]
             first = max(stop - length, 0)
             queries = torch.arange(self._start, stop, device=k.device)
@@ -123,8 +123,8 @@ class DenseContext:
             if self._packed is not None:
                 seen = (self._packed[:, :, None] == self._packed[:, None])[:, None]
             aligned = length == self._shape[1]
-            self._sights[length] = Sight(queries, keys, seen, aligned=aligned)
-        return self._sights[length]
+            self._views[length] = View(queries, keys, seen, aligned=aligned)
+        return self._views[length]
 
 
 def embedded(

@@ -206,7 +206,7 @@ def frame(spec: Any, names: Mapping[str, str]) -> Iterator[Parameter]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class CheckpointLayout:
     """The layout of a decoder in checkpoints: `names` as in NAMES.
 
     `transposed`: projections lie as (inputs, outputs). `interleaved`: queries, keys and values take
@@ -220,10 +220,10 @@ class Layout:
     stacked: bool = False
 
 
-_USUAL = Layout(NAMES)
+_USUAL = CheckpointLayout(NAMES)
 
 
-def decoder_parameters(spec: DecoderSpec, layout: Layout = _USUAL) -> list[Parameter]:
+def decoder_parameters(spec: DecoderSpec, layout: CheckpointLayout = _USUAL) -> list[Parameter]:
     """Return every tensor of a decoder."""
     names = layout.names
     found = list(frame(spec, names))
@@ -245,7 +245,7 @@ def decoder_parameters(spec: DecoderSpec, layout: Layout = _USUAL) -> list[Param
     return found
 
 
-def _attention(spec: DecoderSpec, key: str, layout: Layout) -> Iterator[Parameter]:
+def _attention(spec: DecoderSpec, key: str, layout: CheckpointLayout) -> Iterator[Parameter]:
     attention, names, turned = spec.attention, layout.names, layout.transposed
     queries = attention.heads * attention.head_dim
     shared = attention.kv_heads * attention.head_dim
@@ -271,7 +271,7 @@ def _turns(spec: DecoderSpec) -> Interleaved:
     return Interleaved(attention.kv_heads, (readers * size, size, size))
 
 
-def _mlp(spec: DecoderSpec, key: str, layout: Layout) -> Iterator[Parameter]:
+def _mlp(spec: DecoderSpec, key: str, layout: CheckpointLayout) -> Iterator[Parameter]:
     mlp, names, turned = spec.mlp, layout.names, layout.transposed
     inner = {names[role]: mlp.size for role in (("gate", "up") if mlp.gated else ("up",))}
     if "gate_up" in names:
@@ -282,7 +282,7 @@ def _mlp(spec: DecoderSpec, key: str, layout: Layout) -> Iterator[Parameter]:
 
 
 def _experts(
-    spec: DecoderSpec, experts: ExpertsSpec, key: str, layout: Layout
+    spec: DecoderSpec, experts: ExpertsSpec, key: str, layout: CheckpointLayout
 ) -> Iterator[Parameter]:
     count, size, names = experts.count, experts.size, layout.names
     others = (f"{names['router_there']}.weight",) if "router_there" in names else ()

@@ -1,7 +1,7 @@
 """Attention over keys and values that are stored elsewhere.
 
 Query heads that share a key head are folded into the query axis, so that keys and values are read
-once per key head and never repeated. Masks are additive, and `Sight` alone makes them. A rectangle
+once per key head and never repeated. Masks are additive, and `View` alone makes them. A rectangle
 of queries may look at several stores at once: their scores are concatenated before one softmax.
 Nothing here knows rows or caches.
 """
@@ -67,7 +67,7 @@ Places = np.ndarray | Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sight:
+class View:
     """The part of the keys that queries may see; its masks are made once per window and bias.
 
     `queries` (..., T) and `keys` (..., S): where they stand in their rows. `seen`: which keys are
@@ -133,22 +133,22 @@ def _folded(mask: Tensor, q: Tensor, kv_heads: int) -> Tensor:
 
 
 def look(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, sight: Sight, bias: RelativeBias | None = None
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View, bias: RelativeBias | None = None
 ) -> Tensor:
     """Attend with queries (R, T, H, D) to keys and values (R, K, S, D) -> (R * T, H * D)."""
-    if sight.is_plain(rule, bias):
+    if view.is_plain(rule, bias):
         return (
             attend_causally(q.transpose(1, 2), k, v, rule).transpose(1, 2).flatten(0, 1).flatten(1)
         )
-    out = attend(fold_heads(q, k.shape[1]), k, v, rule, sight.mask(rule, bias, q, k.shape[1]))
+    out = attend(fold_heads(q, k.shape[1]), k, v, rule, view.mask(rule, bias, q, k.shape[1]))
     return unfold_heads(out, q.shape[1])
 
 
 def look_and_weigh(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, sight: Sight, bias: RelativeBias | None = None
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View, bias: RelativeBias | None = None
 ) -> tuple[Tensor, Tensor]:
     """Do as `look`, and return the (R, H, T, S) weights too."""
-    folded, mask = fold_heads(q, k.shape[1]), sight.mask(rule, bias, q, k.shape[1])
+    folded, mask = fold_heads(q, k.shape[1]), view.mask(rule, bias, q, k.shape[1])
     weights = probabilities(folded @ k.transpose(-1, -2), rule, mask)
     rows, length = q.shape[:2]
     apart = weights.view(rows, k.shape[1], length, -1, k.shape[2]).transpose(2, 3)

@@ -26,7 +26,7 @@ from everystep.processors.best import is_wide, without
 from everystep.processors.edits import Edit
 from everystep.processors.stacking import Argument, Numbers, admit, require_rows
 from everystep.types import Prompt, Rows, Scores, Sequence, TokenTable, nobodys
-from everystep.types.given import require_tensor
+from everystep.types.given_tensors import require_tensor
 
 
 class LogitsProcessor:
@@ -59,7 +59,7 @@ class LogitsProcessor:
         return self.process(input_ids, scores)
 
     def _checked_ids(self, ids: object, scores: Tensor) -> Tensor:
-        """(R, T) the ids; none for R rows of scores where none are needed."""
+        """Return the (R, T) ids; none for R rows of scores where none are needed."""
         if ids is None and not self.reads_ids:
             return torch.empty(scores.shape[0], 0, dtype=torch.int64)
         wanted = "a (rows, length) tensor of ids"
@@ -72,7 +72,7 @@ class LogitsProcessor:
         return require_tensor(ids, "input_ids", wanted, dims=(2,), holds="integers")
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """Returns the given (R, V) scores as they are, or new ones."""
+        """Return the given (R, V) scores as they are, or new ones."""
         raise UnsupportedError(
             f"{type(self).__name__} does not say what it does with scores",
             wanted="a method __call__(input_ids, scores)",
@@ -80,7 +80,7 @@ class LogitsProcessor:
         )
 
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
-        """Returns what `process` does, and may write to the contiguous (R, V) scores."""
+        """Return what `process` does, and may write to the contiguous (R, V) scores."""
         return self.process(rows, scores)
 
 
@@ -99,7 +99,7 @@ class Editing(LogitsProcessor, ABC):
 
     @abstractmethod
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """Says which of the contiguous (R, V) scores get new values; None: none of them."""
+        """Return new values of some of the contiguous (R, V) scores; None where none change."""
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         dense = scores.contiguous()
@@ -111,30 +111,30 @@ class Editing(LogitsProcessor, ABC):
         return scores if edit is None else edit.written(scores)
 
 
-class Narrowing(ABC):
-    """The further form of a processor that can leave lists of few tokens in place of whole rows."""
+class Narrowing(LogitsProcessor, ABC):
+    """Base of the processors that can leave lists of few tokens in place of whole rows."""
 
     @property
     @abstractmethod
     def keeps_lists(self) -> bool:
-        """Whether it leaves a list of every list, so that the best of a row can stand for it."""
+        """True if it leaves a list of every list, so that the best of a row can stand for it."""
 
     @abstractmethod
     def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
-        """Returns lists of what it leaves of the scores; None where that is not known to be little.
+        """Return lists of the scores that it leaves; None where these are not known to be few.
 
         Whole rows are to be divided by a temperature first.
         """
 
 
 def processed_lists(processor: LogitsProcessor, rows: Rows, scores: Scores) -> Scores | None:
-    """Returns lists that were processed as if they were rows; None where the scores are rows."""
+    """Return lists that were processed as if they were rows; None where the scores are rows."""
     if not scores.listed:
         return None
     return replace(scores, values=processor.process(rows, scores.values), totals=None)
 
 
-class Filter(LogitsProcessor, Narrowing):
+class Filter(Narrowing):
     """Base of the processors that put `filter_value` where `removed` says so.
 
     They look at scores and not at ids, so that a list is a row like any other to them.
@@ -145,7 +145,7 @@ class Filter(LogitsProcessor, Narrowing):
 
     @property
     def keeps_lists(self) -> bool:
-        """Whether what it removes leaves the list."""
+        """True if what it removes leaves the list."""
         return self.filter_value == -math.inf
 
     @abstractmethod
@@ -165,7 +165,7 @@ class Filter(LogitsProcessor, Narrowing):
         return scores.masked_fill_(removed(scores), self.filter_value)
 
     def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
-        """Returns what is not removed; in wide rows that is searched for where it is little."""
+        """Return what is not removed; in wide rows that is searched for where it is little."""
         if not self.keeps_lists:
             return None
         if scores.tokens is None:
@@ -180,7 +180,7 @@ class Filter(LogitsProcessor, Narrowing):
 
 
 def reads_rows(processor: object) -> bool:
-    """Whether it may be called with `Rows`, as ours are, and not only with plain ids."""
+    """Return True if it may be called with `Rows`, as ours are, and not only with plain ids."""
     return isinstance(processor, LogitsProcessor) and (
         type(processor).__call__ is LogitsProcessor.__call__
     )
@@ -216,7 +216,7 @@ _BARE = nobodys(Prompt(ids=np.empty(0, dtype=np.int64)))
 
 
 def bare_rows(input_ids: Tensor) -> Rows:
-    """(R, T) ids as rows of no request: nothing is padding, prompt or remembered."""
+    """Return (R, T) ids as rows of no request: nothing is padding, prompt or remembered."""
     count, width = input_ids.shape
     table = TokenTable(0, 0)
     table.data = input_ids.detach().to("cpu", torch.int64).numpy()
@@ -225,7 +225,7 @@ def bare_rows(input_ids: Tensor) -> Rows:
 
 
 def remembers(rows: Rows) -> bool:
-    """Whether the rows belong to sequences that go on, so that remembering something pays."""
+    """Return True if the rows belong to sequences that go on, so that remembering pays."""
     return len(rows) > 0 and rows.sequences[0].request is not _BARE
 
 

@@ -25,7 +25,7 @@ from everystep.processors.base import (
 from everystep.processors.stacking import LEAST_KEPT, Argument, Counts, Numbers, column, counts
 from everystep.processors.warpers import but_for_best
 from everystep.types import Rows, Scores
-from everystep.types.batch import places_of
+from everystep.types.request import places_of
 from everystep.types.stored import stored
 
 
@@ -51,7 +51,7 @@ class TopNSigma(Filter):
 
 
 @dataclass(frozen=True)
-class DynamicTemperature(LogitsProcessor, Narrowing):
+class DynamicTemperature(Narrowing):
     """scores / T, with T between temperature - spread and temperature + spread by the entropy.
 
     T = low + (high - low) * (H / log n) ** exponent, H the entropy of the n tokens that have a
@@ -83,7 +83,7 @@ class DynamicTemperature(LogitsProcessor, Narrowing):
 
 
 @dataclass(frozen=True)
-class Xtc(LogitsProcessor, Narrowing):
+class Xtc(Narrowing):
     """With the given probability, removes all tokens of p >= threshold but the least likely one.
 
     Tokens that equal it stay with it, and all stay where fewer than `min_tokens_to_keep` would be

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from everystep.config.kinds import BETWEEN_0_AND_1, FRACTION, FRACTION_ABOVE_0, POSITIVE, SIZE
 from everystep.draws import weights
-from everystep.processors.base import Filter, LogitsProcessor, Narrowing, processed_lists
+from everystep.processors.base import Filter, Narrowing, processed_lists
 from everystep.processors.best import (
     above,
     best_of,
@@ -47,7 +47,7 @@ _TOP_H_TOKENS = 100
 
 
 @dataclass(frozen=True)
-class TemperatureLogitsWarper(LogitsProcessor, Narrowing):
+class TemperatureLogitsWarper(Narrowing):
     """scores / temperature."""
 
     temperature: Numbers
@@ -266,7 +266,7 @@ class EtaLogitsWarper(Filter):
 
 
 @dataclass(frozen=True)
-class LogitNormalization(LogitsProcessor, Narrowing):
+class LogitNormalization(Narrowing):
     """log-softmax."""
 
     reads_ids = False

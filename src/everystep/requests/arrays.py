@@ -17,7 +17,7 @@ from everystep.errors import ModelClassError, RequestError, shown
 from everystep.executors.positions import require_positions
 from everystep.models import Model
 from everystep.types import InputSpec
-from everystep.types.protocols import Hook
+from everystep.types.hooks import Hook
 
 _HIDES = -1e4  # an additive mask hides from here downwards, as half precision allows
 _PIECE = 1 << 14  # numbers of a list that are read at once

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.cache.choices import read_quantization, refuse_quantized_windows
+from everystep.cache.cache_config import read_quantization, refuse_quantized_windows
 from everystep.cache.containers import (
     Cache,
     DynamicCache,

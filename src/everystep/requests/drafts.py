@@ -23,8 +23,9 @@ from everystep.models import first_layers
 from everystep.requests.arrays import require
 from everystep.requests.options import Assistant, Options
 from everystep.requests.subject import Subject
-from everystep.types import Verification
-from everystep.types.protocols import MATCHING, Drafter, Schedule, Strategy
+from everystep.types import DraftVerification
+from everystep.types.protocols import MATCHING, Schedule
+from everystep.types.request import Drafter, Strategy
 
 _MODEL = "assistant_model"
 _CORPUS = "draft_corpus"
@@ -109,7 +110,7 @@ def with_draft_notices(
 
 def drafts_of(
     model: Subject, options: Options, strategy: Strategy
-) -> tuple[Drafter | None, Verification]:
+) -> tuple[Drafter | None, DraftVerification]:
     """Who drafts for the strategy, and how its drafts are judged.
 
     RequestError where several would, where the strategy cannot be drafted for, or where the
@@ -179,7 +180,7 @@ def _said(options: Options, assistant: Assistant | None, name: str) -> Any:
 
 
 def _schedule(
-    options: Options, assistant: Assistant | None, verification: Verification
+    options: Options, assistant: Assistant | None, verification: DraftVerification
 ) -> Schedule:
     """How long drafts are: what was asked for, or as long as they pay.
 
@@ -195,7 +196,7 @@ def _schedule(
     return "constant" if shared or verification.reads else "costs"
 
 
-def _verification(options: Options, *, models: bool) -> Verification:
+def _verification(options: Options, *, models: bool) -> DraftVerification:
     """How drafts are judged. Without a seed, drafts of models are accepted as in transformers."""
     e = options.effective
     asked = e.draft_verification
@@ -203,10 +204,10 @@ def _verification(options: Options, *, models: bool) -> Verification:
         asked = "rejection"
     mixed = e.assistant_ensemble_weight if models else None
     weight = 1.0 if mixed is None else float(mixed)
-    return Verification(bool(e.do_sample) and asked == "rejection", weight)
+    return DraftVerification(bool(e.do_sample) and asked == "rejection", weight)
 
 
-def _require_fixed_choices(options: Options, verification: Verification) -> None:
+def _require_fixed_choices(options: Options, verification: DraftVerification) -> None:
     """Raises RequestError where what is chosen at a place depends on the draft that it follows, so
     that taking the draft that is right for longest would change the distribution."""
     e = options.effective

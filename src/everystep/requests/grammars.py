@@ -15,7 +15,7 @@ from everystep.processors.grammars.source import KINDS, read_source
 from everystep.processors.grammars.vocabulary import vocabulary_of
 from everystep.requests.options import Options
 from everystep.requests.subject import Subject
-from everystep.types.protocols import Drafter, Strategy
+from everystep.types.request import Drafter, Strategy
 
 
 def read_grammar(

@@ -25,7 +25,8 @@ from everystep.engine import Corpus
 from everystep.processors.allowed import AllowedSequences
 from everystep.requests.options import Prefix
 from everystep.requests.subject import Subject
-from everystep.types.protocols import Hook, Strategy
+from everystep.types.hooks import Hook
+from everystep.types.request import Strategy
 
 Numbers = Tensor | np.ndarray | Sequence[Any]
 """A tensor, or what one can be made of."""

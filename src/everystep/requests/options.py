@@ -21,7 +21,9 @@ from everystep.processors.grammars.mask import GrammarMask
 from everystep.processors.grammars.source import KINDS
 from everystep.strategies import BestOf
 from everystep.types import Past, Prompt
-from everystep.types.protocols import Draws, Hook, Strategy
+from everystep.types.hooks import Hook
+from everystep.types.places import Draws
+from everystep.types.request import Strategy
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
 from everystep.text import Spelling
 from everystep.types import Request, Wants
-from everystep.types.protocols import Drafter, Stop, Strategy
+from everystep.types.request import Drafter, Stop, Strategy
 
 Runs = Literal["continuous", "lockstep", "loop"]
 DEFAULT_NEW = 20

@@ -11,7 +11,7 @@ import numpy as np
 
 from everystep.config import FIELDS, Effective
 from everystep.config.kinds import FLAG, SIZE, is_integer, require
-from everystep.config.named import is_named, unknown_strategy, with_named
+from everystep.config.named_strategies import is_named, unknown_strategy, with_named
 from everystep.errors import RequestError, shown
 from everystep.processors.guidance import HammingDiversityLogitsProcessor
 from everystep.requests.options import Options
@@ -27,7 +27,8 @@ from everystep.strategies import (
     strategy_names,
 )
 from everystep.strategies.constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
-from everystep.types.protocols import Reads, Strategy
+from everystep.types.protocols import Reads
+from everystep.types.request import Strategy
 
 _MEMBERS = ("width", "returns", "streams", "reads", "rounds", "pick", "select", "finish")
 _OF_OURS = (

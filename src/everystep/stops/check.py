@@ -14,8 +14,7 @@ import numpy as np
 from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
 from everystep.types import FinishReason, Sequence
-from everystep.types.candidates import Candidates
-from everystep.types.protocols import Stop
+from everystep.types.request import Candidates, Stop
 
 _ORDER = (EosToken, StopStrings, MaxLength, MaxTime, UserStop)
 _RANK: dict[type, int] = {kind: rank for rank, kind in enumerate(_ORDER)}

@@ -19,9 +19,8 @@ from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
 from everystep.text import Spelling
-from everystep.types.candidates import Candidates
-from everystep.types.given import require_tensor
-from everystep.types.protocols import Stop
+from everystep.types.given_tensors import require_tensor
+from everystep.types.request import Candidates, Stop
 
 
 class StoppingCriteria:

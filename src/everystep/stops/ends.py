@@ -17,7 +17,7 @@ from torch import Tensor
 
 from everystep.errors import RequestError, shown
 from everystep.types import FinishReason
-from everystep.types.candidates import Candidates
+from everystep.types.request import Candidates
 
 
 def moment() -> float:

@@ -16,7 +16,7 @@ import numpy as np
 from everystep.errors import RequestError, shown
 from everystep.text.native import checked_text
 from everystep.types import FinishReason
-from everystep.types.candidates import Candidates
+from everystep.types.request import Candidates
 
 Ending = tuple[str, bytes]
 """A string that may end within a token, and what of it must stand before that token."""

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from everystep.errors import RequestError, UnknownArgumentError, nearest
 from everystep.types import FinishReason
-from everystep.types.batch import Batch
-from everystep.types.protocols import DecidesLate, Reads, Strategy
+from everystep.types.protocols import Reads
+from everystep.types.request import Batch, DecidesLate, Strategy
 
 __all__ = [
     "ENTRY_POINTS",

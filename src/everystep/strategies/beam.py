@@ -7,16 +7,15 @@ there the batch ends together, here each request ends when its own result can no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from everystep.strategies.base import Batch, Reads, strategy, undrawable
-from everystep.strategies.beam_bank import BeamBank, RankedBeams, divisors, top
 from everystep.strategies.beams import (
     NEVER,
     NOTHING,
@@ -28,7 +27,8 @@ from everystep.strategies.beams import (
     paths,
 )
 from everystep.strategies.single import Picked
-from everystep.types import Children, Finished, Group, Scores, Sequence
+from everystep.types import Children, Finished, FinishReason, Group, Scores, Sequence
+from everystep.types.stored import stored
 
 
 @strategy("beam")
@@ -55,16 +55,16 @@ class Beam(BeamSettings):
 
     @cached_property
     def slots(self) -> int:
-        """How many finished hypotheses are ranked."""
+        """The number of finished hypotheses that are ranked."""
         return max(self.width, self.keeps)
 
     @cached_property
     def ranked(self) -> int:
-        """How many candidates are looked at."""
+        """The number of candidates that are looked at."""
         return candidates_of(self.width, self.eos_count)
 
     def pick(self, batch: Batch, scores: Scores, earlier: Picked = ()) -> tuple[Tensor, ...]:
-        """(G, ranked) accumulated scores per request, and flat indices W * V."""
+        """Return (G, ranked) accumulated scores per request, and flat indices W * V."""
         enough = scores.values.shape[1] >= min(self.ranked, scores.vocabulary)
         if self.reads.best and scores.tokens is not None and scores.rest is not None and enough:
             return self._pick_listed(batch, scores.values.numpy(), scores.tokens.numpy())
@@ -82,7 +82,7 @@ class Beam(BeamSettings):
     def _pick_listed(
         self, batch: Batch, values: np.ndarray, tokens: np.ndarray
     ) -> tuple[Tensor, ...]:
-        """The same from the best of each beam; of equals the earlier beam's better one wins."""
+        """Pick from the best of each beam; of equals the earlier beam's better one wins."""
         groups = np.arange(len(batch.groups))[:, None]
         running = accumulated(batch.sequences, batch.groups, self.width)
         total = (values + running[:, None]).reshape(len(groups), -1)  # (G, W * k)
@@ -94,7 +94,7 @@ class Beam(BeamSettings):
         return torch.from_numpy(total[groups, order]), torch.from_numpy(flat)
 
     def _candidates(self, batch: Batch, picked: Picked) -> RankedBeams:
-        """What was picked, request by request."""
+        """Return the picked candidates, request by request."""
         scores, flat = picked[0]
         first = np.arange(len(batch.groups))[:, None] * self.width
         parent, token = flat // batch.vocabulary + first, flat % batch.vocabulary
@@ -107,7 +107,7 @@ class Beam(BeamSettings):
         return RankedBeams(scores, parent, token, ended, reasons, going, ranks, whole)
 
     def select(self, batch: Batch, picked: Picked) -> Children:
-        """Candidates that end are banked, the best others go on."""
+        """Bank the candidates that end, and let the best others go on."""
         found = self._candidates(batch, picked)
         lengths = [s.generated + 1 for s in batch.sequences[:: self.width]]
         power = divisors([length**self.length_penalty for length in lengths])
@@ -150,7 +150,7 @@ class Beam(BeamSettings):
         )
 
     def best(self, group: Group) -> list[Finished]:
-        """The best of what the banks hold, in their order, and of what was cut short."""
+        """Return the best of the banked and of the cut hypotheses, in their order."""
         slots: list[int] = group.state.serials.ravel().tolist() if group.state else []
 
         def place(done: Finished) -> tuple[float, int]:
@@ -161,9 +161,12 @@ class Beam(BeamSettings):
         return sorted(held, key=place)[: self.slots]
 
     def widened(self, group: Group) -> BeamBank:
-        """What this search, had it run from the start, would know of a group whose search of fewer
-        `keeps` is over: live beams do not depend on what is kept, and the narrower one stopped
-        first. Its hypotheses were gathered."""
+        """Return the bank that this search would have, had it run from the start, of a group whose
+        search of fewer `keeps` is over.
+
+        Live beams do not depend on what is kept, the narrower search stopped first, and its
+        hypotheses were gathered.
+        """
         every = sorted((one for one in group.done if one.serial >= 0), key=lambda one: -one.score)
         bank, count = BeamBank.empty(self.slots), len(every[: self.slots])
         bank.scores[0, :count] = [one.score for one in every[:count]]
@@ -176,7 +179,7 @@ class Beam(BeamSettings):
         return bank.settle(np.array([[best]], np.float32) / judged, spent, self)[0]
 
     def rivals(self, group: Group) -> tuple[list[Sequence], list[Finished]]:
-        """The live beams that can still get among the `returns` best, and those finished."""
+        """Return the live beams that can still get among the `returns` best, and the finished."""
         best = self.best(group)[: self.returns]
         request = group.request
         processed = bool(request.processors)
@@ -196,5 +199,140 @@ class Beam(BeamSettings):
         return [s for s in group.live if s.score / divisor >= best[-1].score], best
 
     def finish(self, group: Group) -> list[Finished]:
-        """The `returns` best; an empty hypothesis where fewer have ended."""
+        """Return the `returns` best; an empty hypothesis where fewer have ended."""
         return filled_up(self.best(group)[: self.returns], self.returns)
+
+
+class RankedBeams(NamedTuple):
+    """The candidates of N searches.
+
+    (N, ranked) `scores`, `parent` (in the batch), `token`, `ended`; `reasons`, flat; (N, W) scores
+    and ranks of those that go on; (N,) whether all were drawn.
+    """
+
+    scores: np.ndarray
+    parent: np.ndarray
+    token: np.ndarray
+    ended: np.ndarray
+    reasons: list[FinishReason | None]
+    going: np.ndarray
+    ranks: np.ndarray
+    drawn: np.ndarray
+
+
+@stored("bank")
+@dataclass(frozen=True, eq=False)
+class BeamBank:
+    """The best finished scores of N searches, (N, W) float32, which of them are taken, and the
+    numbers of their hypotheses; (N, 1) whether more can come."""
+
+    scores: np.ndarray
+    filled: np.ndarray
+    serials: np.ndarray
+    open: np.ndarray
+
+    @classmethod
+    def empty(cls, width: int) -> BeamBank:
+        """Return the bank of a search in which nothing has ended."""
+        places = (1, width)
+        return cls(
+            np.full(places, NEVER, np.float32),
+            np.zeros(places, bool),
+            np.full(places, -1),
+            np.ones((1, 1), bool),
+        )
+
+    @classmethod
+    def joined(cls, banks: list[BeamBank]) -> BeamBank:
+        """Join the banks of several requests into one."""
+        return cls(*map(np.concatenate, zip(*(bank._arrays for bank in banks), strict=True)))
+
+    def of_requests(self) -> list[BeamBank]:
+        """Return the bank of each request."""
+        firsts = range(len(self.scores))
+        return [BeamBank(*(one[n : n + 1] for one in self._arrays)) for n in firsts]
+
+    @property
+    def _arrays(self) -> tuple[np.ndarray, ...]:
+        return self.scores, self.filled, self.serials, self.open
+
+    def _takes(self, beam: Beam) -> np.ndarray:
+        """Return (N, 1) whether more can come: with `early_stopping=True` only until all places
+        are taken."""
+        if beam.early_stopping is not True:
+            return self.open
+        return self.open & ~np.logical_and.reduce(self.filled, axis=1, keepdims=True)
+
+    def enter(
+        self, final: np.ndarray, ended: np.ndarray, lengths: list[int], beam: Beam
+    ) -> tuple[BeamBank, np.ndarray, np.ndarray, np.ndarray]:
+        """Enter the (N, ranked) candidates of N lengths that `ended`.
+
+        Returns the bank with those that it takes, and of these, or of all where they are gathered,
+        the search, rank and number.
+        """
+        width, place = self.scores.shape[1], np.arange(beam.ranked)
+        complete = ended & (place < beam.width)
+        just = complete & self._takes(beam)
+        moved = self._moved(final, just, beam)
+        if not moved.any() and not (beam.gathers and complete.any()):
+            none = np.empty(0, np.int64)
+            return self, none, none, none
+        groups = np.arange(len(final))[:, None]
+        # No two candidates of a request get the same number: every step has another length.
+        serials = np.array(lengths)[:, None] * beam.ranked + place
+        merged = np.concatenate([self.scores, np.where(just, final, final + NEVER)], axis=1)
+        best_scores, best = top(merged, width)
+        filled = np.concatenate([self.filled, just], axis=1)[groups, best]
+        numbered = np.concatenate([self.serials, serials], axis=1)[groups, best]
+        taken = np.zeros(merged.shape, dtype=bool)
+        taken[groups, best] = True
+        search, rank = (complete if beam.gathers else taken[:, width:] & just).nonzero()
+        after = replace(
+            self,
+            scores=np.where(moved, best_scores, self.scores),
+            filled=np.where(moved, filled, self.filled),
+            serials=np.where(moved, numbered, self.serials),
+        )
+        return after, search, rank, serials[search, rank]
+
+    def _moved(self, final: np.ndarray, just: np.ndarray, beam: Beam) -> np.ndarray:
+        """Return (N, 1) which banks change when all candidates are ranked with what the banks hold.
+
+        A candidate that did not end ranks far below. It takes an empty place where its score is
+        above 0, and may reorder equals, so that later ties are broken differently.
+        """
+        equal = (self.scores[:, 1:] == self.scores[:, :-1]) & self.filled[:, 1:]
+        moved: np.ndarray = just.any(axis=1) | (final > 0).any(axis=1) | equal.any(axis=1)
+        return moved[:, None] & self._takes(beam)
+
+    def settle(
+        self, best: np.ndarray, ended: np.ndarray, beam: Beam
+    ) -> tuple[BeamBank, np.ndarray]:
+        """Close the banks whose result no later hypothesis can change, and return (N,) which.
+
+        `best`: (N, 1) the best final scores that are still possible.
+
+        Source: transformers' `_check_early_stop_heuristic`, with its assumption that the best
+        running beam keeps its score at the current length (at the longest under "never").
+        """
+        worst = np.where(self.filled, self.scores.min(axis=1, keepdims=True), NEVER)
+        going = self._takes(beam) & (best > worst).any(axis=1, keepdims=True)
+        over: np.ndarray = ~going | ended.all(axis=1, keepdims=True)
+        same = np.array_equal(over, ~self.open)
+        return self if same else replace(self, open=~over), over[:, 0]
+
+
+def divisors(values: list[float]) -> np.ndarray:
+    """Return the values as (N, 1) float32."""
+    return np.array(values, dtype=np.float32)[:, None]
+
+
+def top(scores: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (G, count) the best of (G, n) scores and their places; equals as torch takes them."""
+    order = (-scores).argsort(axis=1, kind="stable")
+    ranked = scores[np.arange(len(scores))[:, None], order]
+    if not (ranked[:, 1:] < ranked[:, :-1]).all():
+        best = torch.topk(torch.from_numpy(scores), count)
+        return best.values.numpy(), best.indices.numpy()
+    return ranked[:, :count], order[:, :count]

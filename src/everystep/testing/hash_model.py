@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from everystep.testing.hash_function import HashFunction
-from everystep.testing.strict import Feed, Row, StrictExecutor, require
+from everystep.testing.strict import Row, RowFeed, StrictExecutor, require
 from everystep.types import Answer, InputSpec, StepOutput, Work
 
 ABILITIES = frozenset(
@@ -48,7 +48,7 @@ class HashExecutor(StrictExecutor):
         nothing = np.empty(0, np.uint64)
         return Row([nothing, nothing], self.function.start(encoder))
 
-    def extend(self, row: Row, feed: Feed) -> tuple[Tensor, Answer]:
+    def extend(self, row: Row, feed: RowFeed) -> tuple[Tensor, Answer]:
         keys, states = self._keys(feed), []
         state = int(row.parts[1][-1]) if row.length else row.start
         for key, position in zip(keys, feed.positions.T.tolist(), strict=True):
@@ -58,7 +58,7 @@ class HashExecutor(StrictExecutor):
         row.parts = [np.concatenate(pair) for pair in zip(row.parts, more, strict=True)]
         return self._logits(row, row.length - feed.logits), self._answer(row, feed)
 
-    def _keys(self, feed: Feed) -> list[int]:
+    def _keys(self, feed: RowFeed) -> list[int]:
         """One per position: its id or embedding, with every further input and its mask."""
         keys = [self.function.token_key(token) for token in feed.tokens.tolist()]
         inputs = sorted(feed.extra.inputs, key=lambda given: given.name != "embeds")
@@ -82,7 +82,7 @@ class HashExecutor(StrictExecutor):
         earlier = np.concatenate([np.zeros(1, np.uint64), keys])[first:-1]
         return self.function.logits(states[first:], np.array([earlier, keys[first:]]).T)
 
-    def _answer(self, row: Row, feed: Feed) -> Answer:
+    def _answer(self, row: Row, feed: RowFeed) -> Answer:
         extra, states, hidden = feed.extra, row.parts[1][feed.start :], self.function.hidden
         return Answer(
             hidden(states) if extra.hidden else None,
@@ -95,7 +95,7 @@ class HashExecutor(StrictExecutor):
         found = [self.function.early(states, layer) for layer in layers]
         return torch.stack(found) if found else None
 
-    def _attentions(self, row: Row, feed: Feed) -> tuple[Tensor, ...]:
+    def _attentions(self, row: Row, feed: RowFeed) -> tuple[Tensor, ...]:
         hidden = self.function.hidden(row.parts[1])
         later = torch.ones(feed.count, len(hidden)).triu(feed.start + 1).bool()
         scores = (hidden[feed.start :] @ hidden.T).masked_fill(later, -torch.inf)

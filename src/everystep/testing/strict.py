@@ -41,7 +41,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Feed:
+class RowFeed:
     """One feed of a work: `tokens` (count,), `positions` (1 or axes, count)."""
 
     row: int
@@ -84,7 +84,7 @@ class StrictExecutor(ABC):
         """A row without positions that reads these encoder states, if any."""
 
     @abstractmethod
-    def extend(self, row: Row, feed: Feed) -> tuple[Tensor, Answer]:
+    def extend(self, row: Row, feed: RowFeed) -> tuple[Tensor, Answer]:
         """Extends the row by the feed: (wanted, V) logits, and what it wants beyond them."""
 
     @abstractmethod
@@ -134,7 +134,7 @@ class StrictExecutor(ABC):
         require(number in self.rows, f"row {number} was used without being allocated")
         return self.rows[number]
 
-    def _checked(self, feed: Feed) -> Row:
+    def _checked(self, feed: RowFeed) -> Row:
         """The row of the feed, which continues it with one input per position."""
         row, held = self._live(feed.row), self.rows[feed.row].length
         require(feed.count > 0, f"row {feed.row} was fed nothing")
@@ -166,7 +166,7 @@ def _asked(extra: Extra) -> set[str]:
     return {*brought, *wanted, *(given.name for given in extra.inputs)}
 
 
-def _feeds(work: Work) -> list[Feed]:
+def _feeds(work: Work) -> list[RowFeed]:
     columns = [x.tolist() for x in (work.rows, work.starts, work.counts, work.logits)]
     lengths = {len(column) for column in columns}
     require(len(lengths) == 1, f"the arrays of the feeds have lengths {sorted(lengths)}")
@@ -183,7 +183,7 @@ def _feeds(work: Work) -> list[Feed]:
             require(given.shape[-1] == count, "there is not one position id per input")
             positions = np.atleast_2d(given.cpu().numpy())
         tokens = work.tokens[offset : offset + count]
-        feeds.append(Feed(row, start, count, logits, tokens, positions, extra))
+        feeds.append(RowFeed(row, start, count, logits, tokens, positions, extra))
     return feeds
 
 

@@ -5,9 +5,9 @@ from everystep.text.detokenizer import Detokenizer, Trimmer
 from everystep.text.following import Follower, follow
 from everystep.text.pieces import Spelling
 from everystep.text.sandbox import TemplateLimits
-from everystep.text.settings import Settings
 from everystep.text.template import ChatTemplate
 from everystep.text.tokenizer import Tokenizer
+from everystep.text.tokenizer_settings import Settings
 
 __all__ = [
     "BatchEncoding",

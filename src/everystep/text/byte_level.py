@@ -23,7 +23,7 @@ from everystep.text.classes import ByteLevelClass
 from everystep.text.merges import check_lengths, merge_pairs, merges_by_id
 from everystep.text.pieces import byte_alphabet
 from everystep.text.pretokenizers import SplittingRule
-from everystep.text.settings import config_flag, token_text
+from everystep.text.tokenizer_settings import config_flag, token_text
 
 MAX_VOCABULARY_BYTES = 16 << 20
 MAX_RESERVED = 1 << 16

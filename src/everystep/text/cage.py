@@ -26,7 +26,7 @@ import markupsafe
 
 from everystep.errors import TokenizerError
 from everystep.text import caged
-from everystep.text.rendering import Answer, WrongTemplate, exceeded, not_compiled
+from everystep.text.rendering import Rendering, WrongTemplate, exceeded, not_compiled
 from everystep.text.sandbox import TemplateLimits
 
 # How it shows that a process has ended, or says what it never would.
@@ -37,7 +37,7 @@ _TOO_MUCH = "it needs more time or memory than a template gets"
 
 
 class CagedProgram:
-    """A template like `Program`, but compiled and rendered in processes of its own.
+    """A template like `CompiledTemplate`, but compiled and rendered in processes of its own.
 
     WrongTemplate for a source that cannot be compiled, TokenizerError where no process starts.
     """
@@ -48,13 +48,13 @@ class CagedProgram:
         self.reads = first.reads
         self._waiting = deque([first], maxlen=_KEPT)
 
-    def run(self, names: Mapping[str, Any]) -> Answer:
+    def run(self, names: Mapping[str, Any]) -> Rendering:
         """Return the text as the template prints it, or why there is none."""
         try:
             question = caged.packed(dict(names))
         except (RecursionError, ValueError) as failure:
             what = "A message or variable has no place in a chat template"
-            return Answer(what=what, got=str(failure)[:500])
+            return Rendering(what=what, got=str(failure)[:500])
         cage = self._next()
         answer = cage.ask(question)
         # What failed may hold memory that the next chat needs.
@@ -91,7 +91,7 @@ class _Cage:
             raise WrongTemplate(not_compiled(_TOO_MUCH) if found is None else _answer(found))
         self.reads = frozenset(map(str, found))
 
-    def ask(self, names: bytes) -> Answer:
+    def ask(self, names: bytes) -> Rendering:
         """Render the template with these names."""
         found = self._exchange(names)
         return exceeded("The chat template", _TOO_MUCH) if found is None else _answer(found)
@@ -176,11 +176,11 @@ def _no_process(cause: object) -> TokenizerError:
     )
 
 
-def _answer(found: object) -> Answer:
+def _answer(found: object) -> Rendering:
     """Return the answer that a process sent, whatever the template made of that process."""
     if isinstance(found, dict):
         with suppress(TypeError):
-            answer = Answer(**found)
+            answer = Rendering(**found)
             said = (answer.refused, answer.what, answer.got, answer.do)
             whole = isinstance(answer.text, str) and isinstance(answer.generations, int)
             if whole and all(one is None or isinstance(one, str) for one in said):

@@ -115,7 +115,7 @@ def _import_rendering(folders: list[str]) -> Any:
     from everystep.text import rendering, sandbox
 
     # Python and Jinja import some of themselves only when they first need it.
-    rendering.Program(_FIRST, sandbox.TemplateLimits()).run({})
+    rendering.CompiledTemplate(_FIRST, sandbox.TemplateLimits()).run({})
     return rendering
 
 
@@ -157,7 +157,7 @@ def main(questions: RawIOBase, answers: RawIOBase) -> None:
     _give_powers_away()
     _end_after(seconds)
     try:
-        program = rendering.Program(source, limits)
+        program = rendering.CompiledTemplate(source, limits)
     except rendering.WrongTemplate as wrong:
         send(answers, packed(asdict(wrong.answer)))
         return

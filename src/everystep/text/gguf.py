@@ -21,7 +21,7 @@ from everystep.errors import FormatError, UnsupportedError
 from everystep.text.merges import check_lengths, cuts, merge_pairs
 from everystep.text.native import native_call
 from everystep.text.pretokenizers import splitting_rule
-from everystep.text.settings import NO_LIMIT, Settings
+from everystep.text.tokenizer_settings import NO_LIMIT, Settings
 
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)

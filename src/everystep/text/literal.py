@@ -19,7 +19,7 @@ import tokenizers
 
 from everystep.errors import RequestError
 from everystep.text.batch import BatchEncoding, Columns, Truncation
-from everystep.text.calls import columns_of
+from everystep.text.call_arguments import columns_of
 from everystep.text.native import native_call
 from everystep.text.parts import PART, Encoded, encoded
 from everystep.text.template import ChatTemplate, RenderedChat, endless, plain, tokens_within

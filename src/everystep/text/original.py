@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from everystep.errors import FormatError, MissingFileError, UnsupportedError
-from everystep.files.folder import CONFIG
+from everystep.files.model_folder import CONFIG
 from everystep.files.opening import is_there
 from everystep.files.strict_json import MAX_SETTINGS_BYTES, read_json, whole_number
 from everystep.text.byte_level import from_merges, from_tiktoken, is_tiktoken, read_ranks
@@ -30,7 +30,7 @@ from everystep.text.gguf import surrounding
 from everystep.text.native import native_call
 from everystep.text.sentencepiece_backend import SAVE_FIRST, like_gemma, like_llama, like_t5
 from everystep.text.sentencepiece_model import read_pieces
-from everystep.text.settings import config_flag, token_text
+from everystep.text.tokenizer_settings import config_flag, token_text
 
 Config = Mapping[str, Any]
 PIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")

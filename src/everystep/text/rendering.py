@@ -27,7 +27,7 @@ MEMORY = "it needs more memory than a template gets"
 
 
 @dataclass(frozen=True)
-class Answer:
+class Rendering:
     """The outcome of a template: the text it printed and the number of generation blocks.
 
     `refused` is what it says against these messages. `what` says that it fails, `got` how, and `do`
@@ -45,12 +45,12 @@ class Answer:
 class WrongTemplate(Exception):
     """A source that cannot be compiled; `answer` says why."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Rendering) -> None:
         super().__init__(answer.what)
         self.answer = answer
 
 
-class Program:
+class CompiledTemplate:
     """A compiled template; WrongTemplate if the source is not one.
 
     `reads` holds the names that it takes from the call.
@@ -64,12 +64,12 @@ class Program:
             names = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as failure:
             what = f"Line {failure.lineno} of the chat template is wrong"
-            raise WrongTemplate(Answer(what=what, got=str(failure.message)[:500])) from None
+            raise WrongTemplate(Rendering(what=what, got=str(failure.message)[:500])) from None
         except (Exception, RecursionError) as failure:
             raise WrongTemplate(not_compiled(failure)) from None
         self.reads = frozenset(names)
 
-    def run(self, names: Mapping[str, Any]) -> Answer:
+    def run(self, names: Mapping[str, Any]) -> Rendering:
         """Return the text as the template prints it, or why there is none."""
         budget = Budget(self._limits)
         token = CURRENT.set(budget)
@@ -78,21 +78,21 @@ class Program:
             for piece in self._template.generate(names):
                 budget.printed(len(piece))
                 pieces.append(piece)
-            return Answer("".join(pieces), budget.generations)
+            return Rendering("".join(pieces), budget.generations)
         except RefusedByTemplate as refusal:
-            return Answer(refused=str(refusal))
+            return Rendering(refused=str(refusal))
         except (Exception, RecursionError) as failure:
             return failed(failure)
         finally:
             CURRENT.reset(token)
 
 
-def not_compiled(cause: object) -> Answer:
+def not_compiled(cause: object) -> Rendering:
     """Return the answer of a source that no program comes of."""
-    return Answer(what="The chat template cannot be compiled", got=str(cause)[:500] or MEMORY)
+    return Rendering(what="The chat template cannot be compiled", got=str(cause)[:500] or MEMORY)
 
 
-def failed(failure: BaseException) -> Answer:
+def failed(failure: BaseException) -> Rendering:
     """Return the answer of a template that fails while it runs, with the line that failed."""
     lines = []
     trace = failure.__traceback__
@@ -104,14 +104,14 @@ def failed(failure: BaseException) -> Answer:
     if isinstance(failure, LimitReached | MemoryError):
         cause = str(failure) if isinstance(failure, LimitReached) else MEMORY
         return exceeded(place, cause)
-    return Answer(
+    return Rendering(
         what=f"{place} fails",
         got=f"{type(failure).__name__}: {failure}"[:500],
         do="Check that the messages have the form that the template expects",
     )
 
 
-def exceeded(place: str, cause: str) -> Answer:
+def exceeded(place: str, cause: str) -> Rendering:
     """Return the answer of a template that uses more than it may."""
     do = "Shorten the chat, or raise the TemplateLimits if you trust the template"
-    return Answer(what=f"{place} exceeds its limits", got=cause, do=do)
+    return Rendering(what=f"{place} exceeds its limits", got=cause, do=do)

@@ -22,7 +22,7 @@ from everystep.text.sentencepiece_model import (
     USER_DEFINED,
     PieceModel,
 )
-from everystep.text.settings import config_flag
+from everystep.text.tokenizer_settings import config_flag
 
 SPACE = "▁"
 MAX_EXTRA_IDS = 10_000

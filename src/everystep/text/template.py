@@ -27,7 +27,7 @@ from everystep.errors import (
 )
 from everystep.text.cage import CagedProgram
 from everystep.text.known_templates import KNOWN_TEMPLATES
-from everystep.text.rendering import Answer, Program, WrongTemplate
+from everystep.text.rendering import CompiledTemplate, Rendering, WrongTemplate
 from everystep.text.sandbox import GENERATION_END, GENERATION_START, TemplateLimits
 
 # Appended to the message that is to be continued, to find the place where it ends in the text.
@@ -128,18 +128,18 @@ def _refuse_others(tools: object, continue_final_message: object) -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def _compiled(source: str, limits: TemplateLimits) -> Program | CagedProgram:
+def _compiled(source: str, limits: TemplateLimits) -> CompiledTemplate | CagedProgram:
     if len(source) > limits.source_characters:
         wanted = f"{limits.source_characters} characters"
         raise TokenizerError("The chat template is too long", wanted=wanted, got=len(source))
     checksum = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
     try:
-        return (Program if checksum in KNOWN_TEMPLATES else CagedProgram)(source, limits)
+        return (CompiledTemplate if checksum in KNOWN_TEMPLATES else CagedProgram)(source, limits)
     except WrongTemplate as wrong:
         raise _failure(wrong.answer) from None
 
 
-def _failure(answer: Answer) -> TokenizerError:
+def _failure(answer: Rendering) -> TokenizerError:
     return TokenizerError(str(answer.what), got=answer.got, do=answer.do)
 
 

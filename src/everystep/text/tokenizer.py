@@ -19,7 +19,7 @@ import tokenizers
 from everystep.errors import UnsupportedError
 from everystep.files.opening import as_path
 from everystep.text.batch import BatchEncoding, Padding, Truncation, shaped
-from everystep.text.calls import (
+from everystep.text.call_arguments import (
     TextInput,
     TextItem,
     as_chats,
@@ -33,14 +33,14 @@ from everystep.text.calls import (
     refuse_unknown,
     truncation_of,
 )
-from everystep.text.folder import read_folder, write_folder
 from everystep.text.gguf import read_gguf
 from everystep.text.literal import Literals, Shown, columns_of_chats, rendered_chats, without_marks
 from everystep.text.native import checked_text, id_of, native_call
 from everystep.text.parts import Encoded, encoded
 from everystep.text.pieces import Decoding
-from everystep.text.settings import NamedToken, Settings, checked_side, described
 from everystep.text.template import chosen_template, refuse_open_end, refuse_unread
+from everystep.text.tokenizer_folder import read_folder, write_folder
+from everystep.text.tokenizer_settings import NamedToken, Settings, checked_side, described
 
 NO_SETTINGS = Settings()
 

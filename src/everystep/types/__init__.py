@@ -16,13 +16,6 @@ They differ by a constant per request, the shift:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, cast
-
-import numpy as np
-import torch
-from torch import Tensor
-
 from everystep.types.columns import COLUMNS as COLUMNS
 from everystep.types.columns import Columns as Columns
 from everystep.types.ends import Event as Event
@@ -35,21 +28,35 @@ from everystep.types.ends import is_memory as is_memory
 from everystep.types.ends import values_of as values_of
 from everystep.types.hooks import AfterStep as AfterStep
 from everystep.types.hooks import BeforeStep as BeforeStep
+from everystep.types.hooks import Hook as Hook
 from everystep.types.hooks import Hooked as Hooked
 from everystep.types.hooks import Next as Next
 from everystep.types.hooks import PromptMoment as PromptMoment
-from everystep.types.protocols import (
-    MATCHING,
-    Drafter,
-    Draws,
-    Hook,
-    Processor,
-    Readout,
-    Stop,
-    Strategy,
-)
+from everystep.types.places import Draws as Draws
+from everystep.types.places import Places as Places
 from everystep.types.protocols import Draft as Draft
-from everystep.types.protocols import Verification as Verification
+from everystep.types.protocols import DraftVerification as DraftVerification
+from everystep.types.protocols import Processor as Processor
+from everystep.types.protocols import Readout as Readout
+from everystep.types.protocols import Reads as Reads
+from everystep.types.request import Batch as Batch
+from everystep.types.request import Candidates as Candidates
+from everystep.types.request import Children as Children
+from everystep.types.request import Companion as Companion
+from everystep.types.request import Drafter as Drafter
+from everystep.types.request import Drafting as Drafting
+from everystep.types.request import Group as Group
+from everystep.types.request import Request as Request
+from everystep.types.request import Rows as Rows
+from everystep.types.request import Sequence as Sequence
+from everystep.types.request import Stop as Stop
+from everystep.types.request import Strategy as Strategy
+from everystep.types.request import WantedDraft as WantedDraft
+from everystep.types.request import Wants as Wants
+from everystep.types.request import adapter_ability as adapter_ability
+from everystep.types.request import companion_length as companion_length
+from everystep.types.request import needs_of_hooks as needs_of_hooks
+from everystep.types.request import nobodys as nobodys
 from everystep.types.scores import Scores as Scores
 from everystep.types.table import TokenTable as TokenTable
 from everystep.types.work import MOST_BEST as MOST_BEST
@@ -62,336 +69,3 @@ from everystep.types.work import Past as Past
 from everystep.types.work import StepOutput as StepOutput
 from everystep.types.work import Verb as Verb
 from everystep.types.work import Work as Work
-
-
-@dataclass(frozen=True, slots=True)
-class Wants:
-    """The results that a request's feeds must return beside the logits of its choices.
-
-    `logprobs`, `prompt_logprobs`: how many of the most likely tokens are kept for each chosen and
-    each prompt token, beside that token itself; None for neither. `cache`: what rows hold when all
-    is over. `history`: the scores of every step, for criteria to read; for calls in lockstep, whose
-    rows stay to the end.
-    """
-
-    layers: bool = False
-    attentions: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    cache: bool = False
-    history: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Request:
-    """A prompt and every resolved choice; nothing in it changes while it runs.
-
-    `drafter` proposes tokens that the strategy may accept, judged as `verification` says; None for
-    none. `companions` are further prompts whose rows mirror each sequence and appear in no output.
-    `adapters`: (name, weight) pairs of the adapters that all its feeds ask for. `hooks` see every
-    step and may add to it. `salt`: only requests of equal salt share what their prompts begin with.
-    `deadline`: a moment of the engine's clock from which on it takes no further step, whether it
-    waits or runs; None for no such moment.
-    `linger` keeps finished sequences in the batch, fed with `pad_token`, until all are done; with
-    `keeps` their group stays even then, and keeps their rows until it is cancelled or replaced. The
-    pad prefix is made of `prefix_token`, or of `pad_token` where that is None. `shift`: visible
-    index minus position. `prompt_visible`: how many ids, pad prefix included, stand before the
-    first generated one.
-    """
-
-    request_id: str
-    prompt: Prompt
-    strategy: Strategy
-    draws: Draws
-    processors: tuple[Processor, ...] = ()
-    stops: tuple[Stop, ...] = ()
-    companions: tuple[Prompt, ...] = ()
-    readout: Readout | None = None
-    drafter: Drafter | None = None
-    verification: Verification = MATCHING
-    wants: Wants = Wants()
-    max_length: int = 2**31
-    pad_prefix: int = 0
-    pad_token: int = 0
-    prefix_token: int | None = None
-    linger: bool = False
-    keeps: bool = False
-    adapters: tuple[tuple[str, float], ...] = ()
-    salt: str | None = None
-    hooks: tuple[Hook, ...] = ()
-    deadline: float | None = None
-    shift: int = field(init=False)
-    prompt_visible: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        shift = self.pad_prefix - self.prompt.hidden
-        object.__setattr__(self, "shift", shift)
-        object.__setattr__(self, "prompt_visible", self.prompt.length + shift)
-
-    def visible_prompt(self) -> np.ndarray:
-        """Return the ids that stand before the first generated one."""
-        ids = self.prompt.ids
-        token = self.pad_token if self.prefix_token is None else self.prefix_token
-        pad = np.full(self.pad_prefix, token, dtype=np.int64)
-        return pad if ids is None else np.concatenate([pad, ids])
-
-    @property
-    def drafts(self) -> int:
-        """The number of drafts of a sequence that are verified at once, at most."""
-        return 1 if self.drafter is None else 1 + self.drafter.alternatives
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The abilities that its executor must have; see `Executor.abilities`."""
-        given = ("embeds", "positions", "mask", "encoder", "past")
-        prompts = (self.prompt, *self.companions)
-        wanted = ("layers", "attentions")
-        return frozenset(
-            (
-                *(("hidden",) if self.strategy.reads.hidden else ()),
-                *(("truncate",) if self.drafter is not None else ()),
-                *(("early",) if self.readout is not None and self.readout.layers else ()),
-                *(name for name in given for one in prompts if getattr(one, name) is not None),
-                *("embeds" for one in prompts if one.injected is not None),
-                *("deepstack" for one in prompts if one.is_deep),
-                *(name for one in prompts for name in (*one.inputs, *one.whole)),
-                *(name for name in wanted if getattr(self.wants, name)),
-                *(("past",) if self.wants.cache else ()),
-                *(("adapters",) if self.adapters else ()),
-                *(adapter_ability(name) for name, _ in self.adapters),
-                *needs_of_hooks(self.hooks),
-            )
-        )
-
-
-def nobodys(prompt: Prompt) -> Request:
-    """Make a request for plain ids that no engine runs; it lets rows of ids be read by hand."""
-    return Request("", prompt, cast(Strategy, None), cast(Draws, None))
-
-
-def needs_of_hooks(hooks: tuple[Hook, ...]) -> frozenset[str]:
-    """Return the abilities that an executor must have for what these hooks give and read."""
-    given = (name for hook in hooks for name in hook.gives)
-    return frozenset((*given, *("hidden" for hook in hooks if "hidden" in hook.reads)))
-
-
-def adapter_ability(name: str) -> str:
-    """Return the ability of an executor that holds the adapter of this name."""
-    return f"adapters: {name!r}"
-
-
-@dataclass(slots=True, eq=False)
-class Companion:
-    """The state of one companion row: its prompt, how far it is cached, where it lies."""
-
-    prompt: Prompt
-    cached: int = 0
-    row: int | None = None
-
-    def lose_row(self) -> None:
-        """Leave nothing cached but what the prompt brings."""
-        self.row, self.cached = None, self.prompt.start
-
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One hypothesis: its line in the token table, and how much of it is cached in which row.
-
-    `length` counts positions, with or without ids; `0 <= cached < length` holds between steps.
-    The last `provisional` tokens may still be taken back. `line` is -1 before the first feed.
-    `memo` is what processors, strategies and hooks remember: immutable values, and memories of what
-    changes (see `is_memory`).
-
-    The results of a step go into new sequences: of an existing one only `row`, `cached` and the
-    memories change, and all of those can be made again from its ids.
-    """
-
-    request: Request
-    line: int
-    length: int
-    cached: int = 0
-    row: int | None = None
-    score: float = 0.0
-    lineage: int = 0
-    index: int = 0
-    provisional: int = 0
-    finish: FinishReason | None = None
-    memo: dict[str, Any] = field(default_factory=dict)
-    companions: tuple[Companion, ...] = ()
-
-    def lose_row(self) -> None:
-        """Leave nothing cached but what the prompt brings."""
-        self.row, self.cached = None, self.request.prompt.start
-
-    def forget(self) -> None:
-        """Drop the memories; immutable values stay."""
-        self.memo = values_of(self.memo)
-
-    @property
-    def units(self) -> tuple[Sequence | Companion, ...]:
-        """Everything in it that has a cache row: itself and its companions."""
-        return (self, *self.companions)
-
-    @property
-    def visible(self) -> int:
-        """The number of ids, pad prefix included, that others may see."""
-        return self.length + self.request.shift
-
-    @property
-    def generated(self) -> int:
-        """The number of tokens that were chosen so far."""
-        return self.length - self.request.prompt.length
-
-    @property
-    def pending(self) -> int:
-        """The number of positions that its next feed must hold, companions included."""
-        missing = self.length - self.cached
-        for one in self.companions:
-            missing += companion_length(self, one) - one.cached
-        return missing
-
-
-def companion_length(sequence: Sequence, companion: Companion) -> int:
-    """Return how many positions a companion holds: its own prompt and the sequence's tokens."""
-    return companion.prompt.length + sequence.generated
-
-
-@dataclass(slots=True, eq=False)
-class Group:
-    """A request with its live and its done sequences.
-
-    `opened` says that the first choice was made; `settled` that the strategy has declared the
-    result final although live sequences linger; `rank` is the order of arrival and, in lockstep,
-    the place in the caller's batch; `reported` counts tokens reported early. `state`: what the
-    strategy knows of the group, an immutable value. `prompt_known`: what is known of how likely
-    the prompt is. `pasts`: what the rows of the last live sequences held, by index, where that is
-    wanted. `best`: how many of the best logits its choices get in place of whole rows, or 0 for
-    whole rows. `forked`: how many positions of its prompt came from another row.
-    """
-
-    request: Request
-    rank: int
-    live: list[Sequence] = field(default_factory=list)
-    done: list[Finished] = field(default_factory=list)
-    state: Any = None
-    prompt_known: Any = None
-    opened: bool = False
-    settled: bool = False
-    reported: int = 0
-    pasts: tuple[Past, ...] = ()
-    best: int = 0
-    forked: int = 0
-
-    def without_live(self) -> Group:
-        """Return a group equal to this one, but without live sequences."""
-        return Group(
-            self.request, self.rank, [], list(self.done), self.state, self.prompt_known,
-            self.opened, self.settled, self.reported, self.pasts, self.best,
-        )  # fmt: skip
-
-    def become(self, other: Group) -> None:
-        """Make this group equal to the other one. Doing it again changes nothing."""
-        self.request, self.best = other.request, other.best
-        self.live, self.done, self.state = other.live, other.done, other.state
-        self.prompt_known, self.pasts = other.prompt_known, other.pasts
-        self.opened, self.settled = other.opened, other.settled
-        self.reported = other.reported
-
-    @property
-    def cached_tokens(self) -> int:
-        """The number of positions of its prompt that were not fed for it.
-
-        They came cached, or from the row of another request.
-        """
-        prompt = self.request.prompt
-        return min(max(prompt.start, self.forked), prompt.length)
-
-    @property
-    def error(self) -> Exception | None:
-        """The error that ended the group, if one did."""
-        return next((one.reason.matched for one in self.done if one.reason.kind == "error"), None)
-
-    @property
-    def pending(self) -> int:
-        """The number of positions that must be fed before the group may choose."""
-        return sum([sequence.pending for sequence in self.live])
-
-    @property
-    def pending_chunks(self) -> int:
-        """The number of them that can be fed in earlier steps: all but the last of each row."""
-        return self.pending - len(self.live) * (1 + len(self.request.companions))
-
-    @property
-    def rows(self) -> int:
-        """The number of cache rows that the group needs to make its next choice and go on."""
-        request = self.request
-        per_sequence = (1 + len(request.companions)) * request.drafts
-        return per_sequence * max(request.strategy.width, len(self.live))
-
-    @property
-    def finished(self) -> bool:
-        """True if no sequence has a choice left to make."""
-        return self.settled or None not in [sequence.finish for sequence in self.live]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Children:
-    """All that a strategy may decide, as C parallel entries over a batch's S sequences.
-
-    `parent`: (C,) index into the batch. `tokens`: (C, n) new ids, of which the first `counts[c]`
-    count. `score`: (C,) the child's whole score. `finish`: a reason, or None to go on; one of the
-    kind "error" ends the whole group. `provisional`: (C,) how many of its last tokens may be taken
-    back, or None for none. `memo`: per child the values to put into its memo, or None. `index`:
-    (C,) the children's ranks, or None to inherit the parents'. `serial`: (C,) numbers for those
-    that end, or None. `lingers`: children that end go on where their request lingers. `settled`:
-    batch indices of groups whose result is final. `states`: the new state of every group, or None
-    where none has any. `held`: per group the serial numbers of those that have ended and can still
-    be part of its result, None for all. A sequence without children is dropped; a child may have no
-    tokens and a finish.
-    """
-
-    parent: np.ndarray
-    tokens: np.ndarray
-    counts: np.ndarray
-    score: np.ndarray
-    finish: list[FinishReason | None]
-    provisional: np.ndarray | None = None
-    memo: list[dict[str, Any] | None] | None = None
-    index: np.ndarray | None = None
-    serial: np.ndarray | None = None
-    lingers: bool = False
-    settled: tuple[int, ...] = ()
-    states: list[Any] | None = None
-    held: list[frozenset[int]] | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Rows:
-    """R prefixes, one per row of scores, as processors see them.
-
-    `sequences[r]` owns row r; its first `lengths[r]` visible ids (pad prefix included) are the
-    prefix. Drafted ids that a row already follows are part of it. `chosen`: (R, n) tokens that
-    were chosen beside each row in earlier rounds of this step, None in the first round.
-    """
-
-    table: TokenTable
-    sequences: list[Sequence]
-    lengths: np.ndarray
-    chosen: np.ndarray | None = None
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    @property
-    def width(self) -> int:
-        return int(self.lengths.max()) if len(self.lengths) else 0
-
-    def ids(self) -> Tensor:
-        """Return (R, width) int64 on the CPU; a row's ids beyond its length have no meaning."""
-        lines = np.fromiter((s.line for s in self.sequences), np.int64, len(self.sequences))
-        return torch.from_numpy(self.table.rectangle(lines, self.width))
-
-    def select(self, indices: np.ndarray) -> Rows:
-        chosen = [self.sequences[i] for i in indices]
-        beside = None if self.chosen is None else self.chosen[indices]
-        return Rows(self.table, chosen, self.lengths[indices], beside)

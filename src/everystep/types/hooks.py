@@ -4,26 +4,22 @@ A hook is asked about a hypothesis: a prompt and the tokens after it. What it an
 from what it sees here, because the same hypothesis may be asked about again: after a preemption,
 without a cache, in a search, or where a draft is verified.
 
-At each moment `request` is what the hook was given to: its `prompt` (ids or embeddings, and what
-came with them), its `request_id` (in `generate` the number of the row or prompt), and `max_length`,
-how many positions the prompt and what follows it can have.
+At each moment `request` is what the hook was given to, see `HookedRequest`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from everystep.errors import RequestError
+from everystep.types.ends import Prompt
 from everystep.types.stored import Chain, stored
-
-if TYPE_CHECKING:
-    from everystep.types import Request
 
 Embed = Callable[[Tensor], Tensor]
 """Ids (n,) -> the embeddings (n, E) that the model reads in their place."""
@@ -84,11 +80,31 @@ class Hooked(NamedTuple):
         return memories
 
 
+class HookedRequest(Protocol):
+    """The facts that a hook knows of its request."""
+
+    @property
+    def request_id(self) -> str:
+        """Its name: in `generate` the number of the row or prompt."""
+
+    @property
+    def prompt(self) -> Prompt:
+        """Ids or embeddings, and what came with them."""
+
+    @property
+    def prompt_visible(self) -> int:
+        """The number of ids, pad prefix included, before the first generated one."""
+
+    @property
+    def max_length(self) -> int:
+        """The number of positions that the prompt and its continuation can have."""
+
+
 @dataclass(slots=True, eq=False)
 class PromptMoment:
     """A prompt before any of it is fed."""
 
-    request: Request
+    request: HookedRequest
     embed: Embed
 
 
@@ -101,7 +117,7 @@ class BeforeStep:
     The prompt's positions are asked about together, however they are fed; each later one by itself.
     """
 
-    request: Request
+    request: HookedRequest
     start: int
     count: int
     memory: Any
@@ -160,7 +176,7 @@ class AfterStep:
     read of the row that the token was chosen from, by name.
     """
 
-    request: Request
+    request: HookedRequest
     token: int
     position: int
     memory: Any
@@ -199,3 +215,38 @@ class AfterStep:
                 do="Name in reads what after_step looks at",
             )
         return self.reading(name).clone()
+
+
+class Hook(Protocol):
+    """An object that looks at every step of a request and adds to it, under any strategy.
+
+    Derive from it and override what is needed. All that a hook knows of a sequence is its memory,
+    an immutable value; each method has to follow from what it is given, for it may be asked again.
+    What it raises ends its request alone.
+
+    `gives`: the names that `before_step` may give: "embeds", or inputs that the model declares.
+    `reads`: what `after_step` looks at, of "scores", "logits" and "hidden".
+    """
+
+    gives: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+
+    def on_prompt(self, moment: PromptMoment) -> Any:
+        """Return the memory that a sequence begins with."""
+        return None
+
+    def before_step(self, step: BeforeStep) -> Mapping[str, Tensor] | None:
+        """Return what the model reads at the positions of the step beside ids, by name, or instead.
+
+        "embeds" and inputs per token: (count, ...), an entry per position; other inputs: one entry
+        (...), for all of them. It takes the place of what the prompt gives.
+        """
+        return None
+
+    def after_step(self, step: AfterStep) -> Next | None:
+        """Return what follows from a token; None for nothing.
+
+        It is asked about every token that the strategy may go on with, in a search also about some
+        that are not taken.
+        """
+        return None

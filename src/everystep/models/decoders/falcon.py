@@ -9,8 +9,8 @@ from typing import Any
 
 from everystep.errors import UnsupportedError
 from everystep.models.config import Fields
-from everystep.models.decoders.reading import decoder_family, full_heads_of, plain_decoder
-from everystep.models.parameters import NAMES, Layout, Parameter, decoder_parameters
+from everystep.models.decoders.decoder_families import decoder_family, full_heads_of, plain_decoder
+from everystep.models.parameters import NAMES, CheckpointLayout, Parameter, decoder_parameters
 from everystep.models.rope_config import read_rope
 from everystep.models.spec import (
     AttentionSpec,
@@ -88,7 +88,7 @@ def _norms(read: Fields) -> tuple[bool, PreNorms]:
 
 def _parameters(spec: DecoderSpec) -> Iterable[Parameter]:
     own = _OWN_NORMS if spec.parallel and spec.pre_norms == "each" else {}
-    return decoder_parameters(spec, Layout({**_NAMES, **own}, interleaved=True))
+    return decoder_parameters(spec, CheckpointLayout({**_NAMES, **own}, interleaved=True))
 
 
 _FAMILY = decoder_family(

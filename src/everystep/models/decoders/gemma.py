@@ -12,7 +12,7 @@ from typing import Any
 
 from everystep.errors import UnsupportedError
 from everystep.models.config import Fields
-from everystep.models.decoders.reading import (
+from everystep.models.decoders.decoder_families import (
     FULL,
     SLIDING,
     decoder_family,

@@ -13,9 +13,9 @@ from typing import Any
 
 from everystep.errors import UnsupportedError
 from everystep.models.config import Fields
-from everystep.models.decoders.reading import decoder_family, full_heads_of, plain_decoder
+from everystep.models.decoders.decoder_families import decoder_family, full_heads_of, plain_decoder
 from everystep.models.families import Family
-from everystep.models.parameters import NAMES, Layout, decoder_parameters
+from everystep.models.parameters import NAMES, CheckpointLayout, decoder_parameters
 from everystep.models.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -78,7 +78,7 @@ def _read(read: Fields) -> DecoderSpec:
 
 
 def _family(
-    read_spec: Callable[[Mapping[str, Any]], DecoderSpec], layout: Layout, **defaults: Any
+    read_spec: Callable[[Mapping[str, Any]], DecoderSpec], layout: CheckpointLayout, **defaults: Any
 ) -> Family:
     found = decoder_family(
         read_spec,
@@ -109,13 +109,13 @@ def _family(
 FAMILIES = {
     "gpt2": _family(
         _gpt2,
-        Layout(_NAMES, transposed=True),
+        CheckpointLayout(_NAMES, transposed=True),
         activation_function="gelu_new",
         scale_attn_by_inverse_layer_idx=False,
     ),
     "gpt_bigcode": _family(
         _big_code,
-        Layout(_NAMES, interleaved=True),
+        CheckpointLayout(_NAMES, interleaved=True),
         activation_function="gelu_pytorch_tanh",
         multi_query=True,
     ),

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from everystep.models.config import Fields
-from everystep.models.decoders.reading import decoder_family, full_heads_of, plain_decoder
-from everystep.models.parameters import NAMES, Layout, decoder_parameters
+from everystep.models.decoders.decoder_families import decoder_family, full_heads_of, plain_decoder
+from everystep.models.parameters import NAMES, CheckpointLayout, decoder_parameters
 from everystep.models.rope_config import read_rope
 from everystep.models.spec import AttentionSpec, DecoderSpec, LayerSpec
 
@@ -63,7 +63,7 @@ _FAMILY = decoder_family(
 FAMILIES = {
     "gpt_neox": replace(
         _FAMILY,
-        parameters=partial(decoder_parameters, layout=Layout(_NAMES, interleaved=True)),
+        parameters=partial(decoder_parameters, layout=CheckpointLayout(_NAMES, interleaved=True)),
         leftovers=(*_FAMILY.leftovers, "*.attention.bias", "*.attention.masked_bias"),
         prefixes=(("lm_head.", "embed_out."),),
     )

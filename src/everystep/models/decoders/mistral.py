@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from everystep.models.config import Fields
-from everystep.models.decoders.reading import decoder_family, gated_decoder, rope_of, window_of
+from everystep.models.decoders.decoder_families import (
+    decoder_family,
+    gated_decoder,
+    rope_of,
+    window_of,
+)
 from everystep.models.spec import DecoderSpec, LayerSpec
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from everystep.models.config import Fields
-from everystep.models.decoders.reading import decoder_family, gated_decoder, rope_of
+from everystep.models.decoders.decoder_families import decoder_family, gated_decoder, rope_of
 from everystep.models.parameters import NAMES
 from everystep.models.spec import DecoderSpec, LayerSpec
 

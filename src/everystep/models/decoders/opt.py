@@ -8,7 +8,7 @@ from typing import Any
 
 from everystep.errors import UnsupportedError
 from everystep.models.config import Fields
-from everystep.models.decoders.reading import decoder_family, full_heads_of, plain_decoder
+from everystep.models.decoders.decoder_families import decoder_family, full_heads_of, plain_decoder
 from everystep.models.parameters import NAMES
 from everystep.models.spec import (
     AttentionSpec,

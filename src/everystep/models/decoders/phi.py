@@ -8,7 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from everystep.models.config import Fields
-from everystep.models.decoders.reading import decoder_family, heads_of, plain_decoder, rope_of
+from everystep.models.decoders.decoder_families import (
+    decoder_family,
+    heads_of,
+    plain_decoder,
+    rope_of,
+)
 from everystep.models.parameters import NAMES
 from everystep.models.spec import AttentionSpec, DecoderSpec, LayerSpec, QkNorm
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from everystep.models.config import Fields
 from everystep.models.decoder import assemble_decoder
-from everystep.models.decoders.reading import heads_of, rope_of
+from everystep.models.decoders.decoder_families import heads_of, rope_of
 from everystep.models.families import Family
 from everystep.models.loader import WeightLoader
-from everystep.models.parameters import NAMES, Layout, Parameter, decoder_parameters
+from everystep.models.parameters import NAMES, CheckpointLayout, Parameter, decoder_parameters
 from everystep.models.spec import DecoderSpec
 from everystep.models.vision.tower import VisionTower, assemble_tower, vision_parameters
 from everystep.nn.rotary import Rope, section_axes
@@ -46,7 +46,7 @@ def vision_family(
     *,
     stacked: bool = False,
 ) -> Family:
-    """Make a family whose tower's weights have these names; `stacked` as in `Layout`."""
+    """Make a family whose tower's weights have these names; `stacked` as in `CheckpointLayout`."""
     return Family(
         {"tie_word_embeddings": False, **_TOKENS},
         read_spec,
@@ -59,7 +59,7 @@ def vision_family(
 
 
 def _parameters(names: Mapping[str, str], stacked: bool, spec: DecoderSpec) -> Iterator[Parameter]:
-    yield from decoder_parameters(spec, Layout(_TEXT_NAMES, stacked=stacked))
+    yield from decoder_parameters(spec, CheckpointLayout(_TEXT_NAMES, stacked=stacked))
     if spec.vision is not None:
         yield from vision_parameters(spec.vision, names)
 

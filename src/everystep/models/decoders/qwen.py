@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from everystep.models.config import Fields
-from everystep.models.decoders.reading import (
+from everystep.models.decoders.decoder_families import (
     FULL,
     SLIDING,
     decoder_family,

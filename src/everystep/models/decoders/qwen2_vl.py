@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from everystep.models.config import Fields
+from everystep.models.decoders.decoder_families import gated_decoder
 from everystep.models.decoders.pictures import (
     TOWER_NAMES,
     block_numbers,
@@ -19,7 +20,6 @@ from everystep.models.decoders.pictures import (
     vision_family,
 )
 from everystep.models.decoders.qwen import windowed_layers
-from everystep.models.decoders.reading import gated_decoder
 from everystep.models.spec import DecoderSpec
 from everystep.models.vision.spec import VisionSpec
 from everystep.nn.activations import ACTIVATIONS

@@ -10,6 +10,7 @@ from typing import Any
 
 from everystep.errors import UnsupportedError
 from everystep.models.config import Fields
+from everystep.models.decoders.decoder_families import gated_decoder
 from everystep.models.decoders.mixtures import experts_of, sparse_layers
 from everystep.models.decoders.pictures import (
     TOWER_NAMES,
@@ -21,7 +22,6 @@ from everystep.models.decoders.pictures import (
     vision_common,
     vision_family,
 )
-from everystep.models.decoders.reading import gated_decoder
 from everystep.models.spec import DecoderSpec, ExpertsSpec, LayerSpec
 from everystep.models.vision.spec import VisionSpec
 from everystep.nn.activations import ACTIVATIONS

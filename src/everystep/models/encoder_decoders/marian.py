@@ -7,7 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from everystep.models.config import Fields
-from everystep.models.encoder_decoders.reading import encoder_decoder_family, translator
+from everystep.models.encoder_decoders.encoder_decoder_families import (
+    encoder_decoder_family,
+    translator,
+)
 from everystep.models.encoder_decoders.spec import AbsolutePositions, EncoderDecoderSpec
 
 

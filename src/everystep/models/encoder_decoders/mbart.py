@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from everystep.models.config import Fields
-from everystep.models.encoder_decoders.reading import encoder_decoder_family, translator
+from everystep.models.encoder_decoders.encoder_decoder_families import (
+    encoder_decoder_family,
+    translator,
+)
 from everystep.models.encoder_decoders.spec import AbsolutePositions, EncoderDecoderSpec
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from everystep.models.config import Fields
-from everystep.models.encoder_decoders.parameters import NAMES
-from everystep.models.encoder_decoders.reading import (
+from everystep.models.encoder_decoders.encoder_decoder_families import (
     LAYER_NORM,
     embed_scale_of,
     encoder_decoder_family,
     stack_of,
 )
+from everystep.models.encoder_decoders.parameters import NAMES
 from everystep.models.encoder_decoders.spec import (
     AbsolutePositions,
     EncoderDecoderSpec,

@@ -11,7 +11,7 @@ import numpy as np
 
 from everystep.errors import FormatError, UnsupportedError, shown
 from everystep.files.strict_json import read_json
-from everystep.images.reading import resized
+from everystep.images.image_arrays import resized
 from everystep.images.sizes import image_size, video_size
 
 PROCESSOR, IMAGES, VIDEOS = (

@@ -22,7 +22,7 @@ from everystep.errors import (
 from everystep.text.batch import Columns, Padding, Side, Truncation
 from everystep.text.native import checked_text
 from everystep.text.parts import Encoded
-from everystep.text.settings import NO_LIMIT
+from everystep.text.tokenizer_settings import NO_LIMIT
 
 TextInput = str | Sequence[str] | Sequence[tuple[str, str]]
 TextItem = str | tuple[str, str]

@@ -9,7 +9,7 @@ from typing import Any
 from everystep.models.config import Fields
 from everystep.models.decoder import assemble_decoder
 from everystep.models.families import Family
-from everystep.models.parameters import NAMES, Layout, decoder_parameters
+from everystep.models.parameters import NAMES, CheckpointLayout, decoder_parameters
 from everystep.models.rope_config import read_rope
 from everystep.models.spec import (
     AttentionSpec,
@@ -42,7 +42,7 @@ def decoder_family(
     return Family(
         {**_DEFAULTS, **defaults},
         read_spec,
-        partial(decoder_parameters, layout=Layout(names)),
+        partial(decoder_parameters, layout=CheckpointLayout(names)),
         assemble_decoder,
         leftovers=("*rotary_emb.inv_freq", f"{names['head']}.weight"),
     )

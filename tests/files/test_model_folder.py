@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from everystep.errors import FormatError
-from everystep.files.folder import open_folder
+from everystep.files.model_folder import open_folder
 from everystep.files.strict_json import MAX_DEPTH, field, parse_object
 from tests.files.model_folders import CONFIG, write_json, write_single
 

@@ -19,7 +19,7 @@ from everystep.errors import (
     MissingFileError,
     UnsupportedError,
 )
-from everystep.files.folder import open_folder
+from everystep.files.model_folder import open_folder
 from everystep.files.safetensors import open_weights
 from everystep.files.strict_json import MAX_JSON_BYTES
 from tests.files.model_folders import (

@@ -20,12 +20,12 @@ import tokenizers
 
 from everystep.errors import FileError, FormatError, MissingFileError, shown
 from everystep.files.atomic import write_atomic
-from everystep.files.folder import TOKENIZER, find_tokenizer, find_vocabulary
+from everystep.files.model_folder import TOKENIZER, find_tokenizer, find_vocabulary
 from everystep.files.opening import is_there, read_bounded
 from everystep.files.strict_json import field, read_json, whole_number
 from everystep.text.native import checked_text, native_call
 from everystep.text.original import Original, add_ends, read_original
-from everystep.text.settings import (
+from everystep.text.tokenizer_settings import (
     NAMES,
     NO_LIMIT,
     Settings,

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from everystep.errors import FileError, FormatError, MissingFileError, RequestError, TokenizerError
 from everystep.testing.tokenizer import tiny_tokenizer
 from everystep.text import Tokenizer
-from everystep.text.folder import MAX_TEMPLATE_BYTES
 from everystep.text.gguf import surrounding
+from everystep.text.tokenizer_folder import MAX_TEMPLATE_BYTES
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -398,3 +400,191 @@ def test_likelihoods_follow_what_was_taken_back_and_sent(model: LanguageModel) -
     known = run.result().logprobs
     assert known.tokens.tolist() == list(run.tokens)
     assert torch.isnan(known.logprobs).nonzero().flatten().tolist() == [7, 8]
+
+
+# --- inside a step --------------------------------------------------------------------------------
+
+CHANGES: dict[str, Any] = {
+    "next": lambda run: next(run),
+    "result": lambda run: run.result(),
+    "send": lambda run: run.send([5]),
+    "edit": lambda run: run.edit(0, [5]),
+    "rewind": lambda run: run.rewind(1),
+    "set": lambda run: run.set(temperature=0.5),
+    "fork": lambda run: run.fork(),
+    "save": lambda run: run.save("never.run"),
+    "explain": lambda run: run.explain(0),
+    "anext": lambda run: asyncio.run(run.__anext__()),
+}
+
+
+class Inside:
+    """A callback of each kind that does something, once, in the step after three tokens."""
+
+    def __init__(self, act: Any) -> None:
+        self.act, self.found, self.run = act, [], None
+        self.length: int | None = len(TOKENIZER.encode(PROMPT)) + 3
+
+    def __call__(self, ids: Any) -> None:
+        at = self.length in (None, len(ids))
+        if at and not self.found and self.run is not None:
+            self.found.append(None)
+            try:
+                self.act(self.run)
+            except RequestError as error:
+                self.found.append(str(error))
+
+    def processor(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
+        self(input_ids[0])
+        return scores
+
+    def criterion(self, input_ids: Any, scores: Any) -> torch.Tensor:
+        self(input_ids[0])
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    def prefix(self, row: int, input_ids: Any) -> list[int]:
+        self(input_ids)
+        return [*range(320)]
+
+    def options(self, kind: str) -> dict[str, Any]:
+        class Watching(es.Hook):
+            def after_step(hook, step: Any) -> Any:
+                self(range(step.position))
+                return None
+
+        return {
+            "processor": {"logits_processor": [self.processor]},
+            "criterion": {"stopping_criteria": [self.criterion]},
+            "prefix": {"prefix_allowed_tokens_fn": self.prefix},
+            "hook": {"hooks": [Watching()]},
+        }[kind]
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        *((change, "processor") for change in CHANGES),
+        *(
+            (change, kind)
+            for change in ("next", "send")
+            for kind in ("criterion", "prefix", "hook")
+        ),
+    ],
+)
+def test_a_change_asked_for_inside_a_step_is_refused(
+    model: LanguageModel, change: str, kind: str
+) -> None:
+    inside = Inside(CHANGES[change])
+    wanted = es.open(model, TOKENIZER, PROMPT, seed=3, **PLAIN).result()
+    run = inside.run = es.open(model, TOKENIZER, PROMPT, seed=3, **PLAIN, **inside.options(kind))
+    assert run.result() == wanted and run.given == ()
+    assert inside.found[0] is None and "Call it between steps" in inside.found[1]
+    audit(engine_of(run))
+
+
+@pytest.mark.parametrize("kind", ["processor", "criterion", "prefix", "hook"])
+@pytest.mark.parametrize("name", ["greedy", "several", "beams"])
+def test_a_run_cancelled_inside_a_step_delivers_it_and_is_over(
+    model: LanguageModel, name: str, kind: str
+) -> None:
+    inside = Inside(lambda run: run.cancel())
+    run = inside.run = opened(model, name, **inside.options(kind))
+    steps = list(run)
+    assert inside.found == [None] and run.done
+    assert steps[-1].finish == es.FinishReason("cancelled")
+    assert engine_of(run).executor.audit() == {}
+    result = run.result()
+    first = result if isinstance(result, es.Generated) else result[0]
+    assert first.tokens == run.tokens and first.finish_reason.kind == "cancelled"
+    if name == "greedy":
+        length = 3 if kind == "criterion" else 4
+        assert run.tokens == opened(model, name).result().tokens[:length]
+        assert [one for step in steps for one in step.tokens] == [*run.tokens]
+
+
+def test_a_fork_is_not_changed_inside_a_step_of_the_other(model: LanguageModel) -> None:
+    inside = Inside(lambda run: run.send([5]))
+    run = opened(model, "greedy", **inside.options("processor"))
+    take(run, 1)
+    inside.run = twin = run.fork()
+    wanted = opened(model, "greedy").result()
+    assert run.result() == wanted and "between steps" in inside.found[1]
+    inside.act, inside.found = (lambda run: run.cancel()), []
+    inside.run = other = twin.fork()
+    assert twin.result() == wanted
+    assert inside.found == [None] and other.tokens == wanted.tokens[:1]
+    assert [step.finish for step in other] == [es.FinishReason("cancelled")]
+    run.cancel(), twin.cancel()
+    assert engine_of(run).executor.audit() == {}
+
+
+def test_an_explanation_and_more_of_a_search_are_steps_too(model: LanguageModel) -> None:
+    inside = Inside(lambda run: run.send([5]))
+    run = opened(model, "greedy", **inside.options("processor"))
+    list(run)
+    inside.run = run
+    assert run.explain(3).chosen.token == run.tokens[3]
+    assert "between steps" in inside.found[1] and run.given == ()
+    inside.act, inside.found = (lambda run: run.cancel()), []
+    assert run.explain(3).chosen.token == run.tokens[3]
+    assert engine_of(run).executor.audit() == {}
+    ends = {"eos_token_id": [*range(5, 320, 3)], "early_stopping": True}
+    search = opened(model, "beams", **inside.options("processor"), **ends)
+    before = search.result()
+    inside.length, inside.found, inside.run = None, [], search
+    with pytest.raises(RequestError, match="cancelled"):
+        search.more(20)
+    assert inside.found == [None] and search.result() == before
+    assert engine_of(search).executor.audit() == {}
+
+
+def test_other_threads_wait_for_the_step(model: LanguageModel) -> None:
+    done: list[str] = []
+    threads: list[threading.Thread] = []
+
+    def send(run: es.Run) -> None:
+        threads.append(threading.Thread(target=lambda: (run.send([5]), done.append("sent"))))
+        threads[0].start()
+        time.sleep(0.05)
+        done.append("step")
+
+    inside = Inside(send)
+    run = inside.run = opened(model, "greedy", **inside.options("processor"))
+    take(run, 4)
+    threads[0].join()
+    assert done == ["step", "sent"] and inside.found == [None]
+    assert run.given == (4,) and run.tokens[4] == 5
+
+
+def test_readers_in_several_threads_share_the_steps(model: LanguageModel) -> None:
+    run, wanted = opened(model, "greedy"), len(opened(model, "greedy").result().tokens)
+    found: list[int] = []
+    readers = [threading.Thread(target=lambda: found.extend(s.number for s in run)) for _ in "abcd"]
+    for one in readers:
+        one.start()
+    for one in readers:
+        one.join()
+    assert sorted(found) == [*range(wanted)]
+
+    async def read() -> list[int]:
+        run = opened(model, "greedy")
+
+        async def own() -> list[int]:
+            return [step.number async for step in run]
+
+        return [number for one in await asyncio.gather(own(), own(), own()) for number in one]
+
+    assert sorted(asyncio.run(read())) == [*range(wanted)]
+
+
+def test_a_number_of_hypotheses_beyond_bounds_is_refused(model: LanguageModel) -> None:
+    run = opened(model, "beams")
+    for wrong in (10**7, 1001, 0, 1.5):
+        with pytest.raises(RequestError, match="at most 1000") as error:
+            run.more(wrong)
+        assert str(wrong) in str(error.value)
+    assert len(run.tokens) == 0
+    with pytest.raises(RequestError, match="no such sequence"):
+        run.explain(0, index=2)
+    with pytest.raises(RequestError, match="rivals"):
+        run.explain(0, rivals=-1)

@@ -1,15 +1,16 @@
-"""What runs hold in their hands: the keywords they go by, and an engine that waits for turns."""
+"""The keywords that runs go by, and the engine that a run shares with its forks."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from everystep.cache.formats import Quantization
 from everystep.drivers.driver import Driver, Mailbox
 from everystep.drivers.session import Session
 from everystep.engine import Beginning, Engine, Known, Turns
@@ -24,6 +25,8 @@ from everystep.requests.subject import Subject
 from everystep.runs.steps import Sight
 from everystep.strategies import Beam
 from everystep.types import Event, Group, Request
+
+T = TypeVar("T")
 
 _BUDGET = 1024
 _READ_ONCE = (
@@ -40,7 +43,7 @@ class Asked:
     seed: int
 
     def session(self, model: Subject, tokenizer: Any) -> Session:
-        """What reads the prompt and prepares its call."""
+        """Return what reads the prompt and prepares its call."""
         if self.options.get("return_dict_in_generate") is False:
             raise RequestError(
                 "return_dict_in_generate=False contradicts a run, whose result is an object",
@@ -52,7 +55,7 @@ class Asked:
         return Session(model, tokenizer, [""], None, self.seed, common, gives_steps=True)
 
     def changed(self, changes: Mapping[str, Any]) -> Asked:
-        """With other values of some of them."""
+        """Return the same with other values of some of them."""
         rest = {name: value for name, value in changes.items() if name != "seed"}
         return Asked({**self.options, **rest}, changes.get("seed", self.seed))
 
@@ -61,8 +64,8 @@ class Asked:
 class Rules:
     """The options in force, and how many tokens a run may choose by them.
 
-    `asked`: what they were read from. `inputs`, `first`: the prompt, and the first request of the
-    run, whose prompts its later ones share.
+    `asked`: the keywords they were read from. `inputs`, `first`: the prompt, and the first request
+    of the run, whose prompts its later ones share. `quantization`: how its rows are kept.
     """
 
     asked: Asked
@@ -70,18 +73,19 @@ class Rules:
     inputs: Inputs
     first: Request
     room: int
+    quantization: Quantization | None
 
     @classmethod
     def of(cls, asked: Asked, call: Call, first: Request | None = None) -> Rules:
-        """Those of a prepared call."""
+        """Return those of a prepared call."""
         (request,) = call.requests
         room = int(call.options.effective.max_length) - call.inputs.counted_width
         # The prompt stands after its prefix already.
         options = replace(call.options, prefix=None)
-        return cls(asked, options, call.inputs, first or request, room)
+        return cls(asked, options, call.inputs, first or request, room, call.quantization)
 
     def request(self, model: Subject, given: int, name: str) -> Request:
-        """The request of a run with so many ids that were given, for which there is more room."""
+        """Return the request of a run with so many given ids, for which there is more room."""
         effective = self.options.effective.replaced("call", max_new_tokens=self.room + given)
         (made,) = prepare(model, replace(self.options, effective=effective), self.inputs).requests
         keeps, beside, strategy = is_one(made), self.first.companions, made.strategy
@@ -100,17 +104,17 @@ class Rules:
 
 
 def is_one(request: Request) -> bool:
-    """Whether the request has one sequence, whose tokens are settled as they are chosen."""
+    """Return whether the request has one sequence, whose tokens are settled as they are chosen."""
     return request.strategy.streams and request.strategy.returns == 1
 
 
 def over(group: Group) -> bool:
-    """Whether the group chooses nothing any more."""
+    """Return whether the group chooses nothing any more."""
     return not group.live or group.finished
 
 
 def read_ids(model: Subject, tokenizer: Any, ids: Sequence[int] | str) -> list[int]:
-    """The ids of what was sent, each of them in the vocabulary."""
+    """Return the ids of what was sent, each of them in the vocabulary."""
     if isinstance(ids, str):
         if tokenizer is None:
             raise RequestError("text needs a tokenizer", do="Pass ids, or open with a tokenizer")
@@ -125,7 +129,7 @@ def read_ids(model: Subject, tokenizer: Any, ids: Sequence[int] | str) -> list[i
 
 
 def require_changeable(old: Request, new: Request, names: Iterable[str]) -> None:
-    """RequestError unless a run of the old request may go on as one of the new."""
+    """Raise RequestError unless a run of the old request may go on as one of the new."""
     changed = ", ".join(sorted(names))
     what = f"this cannot change while a run is under way: {changed}"
     if fixed := [name for name in sorted(names) if name in _READ_ONCE]:
@@ -143,9 +147,10 @@ def require_changeable(old: Request, new: Request, names: Iterable[str]) -> None
 
 
 class Hands:
-    """What a run and its forks have in common: a driver, and what a step saw.
+    """The driver that a run and its forks share, and the sight of each one's last step.
 
-    `sights`: by group, what its last step saw.
+    `sights`: by group. `lock`: held by the thread that steps or changes a run. Code of the caller's
+    that a step calls has it too, so `require_between` tells it apart.
     """
 
     def __init__(self, model: Subject, call: Call) -> None:
@@ -159,21 +164,25 @@ class Hands:
         self._driver = Driver(self.engine)
         self._boxes: dict[str, Mailbox] = {}  # by request
         self._names = 0
+        self._explaining: int | None = None  # the thread that does
+        self._later: deque[Callable[[], None]] = deque()
 
     def _observe(self, record: StepRecord) -> None:
-        """Takes the record of a step, in which one group alone took part."""
+        """Take the record of a step, in which one group alone took part."""
         self.sights[id(record.scored.groups[0])] = Sight(record)
 
+    # --- groups -----------------------------------------------------------------------------------
+
     def submit(self, request: Request) -> Group:
-        """The group of a request, before its first step."""
+        """Return the group of a request, before its first step."""
         return self._adopted(self.engine.submit(request))
 
     def restore(self, request: Request, data: bytes) -> Group:
-        """The group that was dumped."""
+        """Return the group that was dumped."""
         return self._adopted(self.engine.restore(request, data))
 
     def replace(self, group: Group, request: Request, beginning: Beginning) -> None:
-        """The group is one of this request, which begins with other ids."""
+        """Make the group one of this request, which begins with other ids."""
         with inference_mode():
             self.engine.replace(group, request, beginning)
         self._adopted(group)
@@ -181,40 +190,76 @@ class Hands:
     def fork(
         self, group: Group, request: Request | None = None, known: Known | None = None
     ) -> Group:
-        """A group that is as this one, and goes on by itself; `request`, `known`: as for
+        """Return a group that is as this one, and goes on by itself; `request`, `known`: as for
         `Engine.fork`."""
         twin = replace(group.request, request_id=self.name()) if request is None else request
         with inference_mode():
             return self._adopted(self.engine.fork(group, twin, known))
 
     def _adopted(self, group: Group) -> Group:
-        """The group, whose events are collected from now on."""
+        """Collect the events of the group from now on."""
         name = group.request.request_id
         self._boxes[name] = self._driver.adopt(group, self._boxes.get(name))
         return group
 
-    def step(self, group: Group) -> Sight | None:
-        """Steps until the group has chosen or is over; what its choice saw."""
-        self._turns.turn = group
-        while not over(group) and id(group) not in self.sights:
-            self._driver.step()
-        return self.sights.pop(id(group), None)
-
     def mail(self, group: Group) -> deque[Event]:
-        """The events that the run of the group has not seen."""
+        """Return the events that the run of the group has not seen."""
         return self._boxes[group.request.request_id].events
 
     def cancel(self, group: Group) -> None:
-        """The group ends here, and reports it."""
+        """End the group here, and report it."""
         self._driver.end(self._boxes[group.request.request_id])
 
     def drop(self, group: Group) -> None:
-        """The group holds no row any more, and what it reported is not kept."""
+        """Give up the rows of the group, and what it reported."""
         self.cancel(group)
         del self._boxes[group.request.request_id]
         self.sights.pop(id(group), None)
 
     def name(self) -> str:
-        """An id that no request of the engine has."""
+        """Return an id that no request of the engine has."""
         self._names += 1
         return f"0.{self._names}"
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def step(self, group: Group) -> Sight | None:
+        """Step until the group has chosen or is over, and return what its choice saw."""
+        self._turns.turn = group
+        while not over(group) and id(group) not in self.sights:
+            self._driver.step()
+        return self.sights.pop(id(group), None)
+
+    def explaining(self, act: Callable[[], T]) -> T:
+        """Return what `act` does, all of which counts as one step."""
+        outer = self._explaining
+        try:
+            self._explaining = threading.get_ident()
+            return act()
+        finally:
+            self._explaining = outer
+
+    def _is_inside(self) -> bool:
+        """Return whether code that a step calls is running in this thread."""
+        return self._driver.is_stepping_here() or self._explaining == threading.get_ident()
+
+    def require_between(self, what: str) -> None:
+        """Raise RequestError for what is asked for by code that a step of this thread calls."""
+        if self._is_inside():
+            raise RequestError(
+                f"{what} was called inside a step, by code that the step calls",
+                wanted="no step under way in this thread",
+                do="Call it between steps",
+            )
+
+    def between_steps(self, act: Callable[[], None]) -> None:
+        """Act now, or when the step that this thread is in is over."""
+        if self._is_inside():
+            self._later.append(act)
+        else:
+            act()
+
+    def catch_up(self) -> None:
+        """Do what was put off in a step, which is over."""
+        while self._later:
+            self._later.popleft()()

@@ -1,8 +1,12 @@
 """A generation in your hands: looked at step by step, spoken to, changed, forked, saved.
 
-A run is one request on an engine that it shares with its forks; who is asked for a step has the
-turn. What changes ids (send, edit, rewind) makes the group one of another request, which begins
-with the ids that stand there now and takes over the rows up to where they differ.
+A run is one request on an engine that it shares with its forks; the one that is asked for a step
+has the turn. A change of ids (send, edit, rewind) makes the group one of another request, which
+begins with the ids that stand there now and takes over the rows up to where they differ.
+
+Whatever is done to a run is done between two steps. Other threads wait until a step is over; code
+that the step itself calls (a processor, a criterion, a hook) cannot wait, and is refused. A
+`cancel` alone is carried out for it when the step is over.
 """
 
 from __future__ import annotations
@@ -10,8 +14,10 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
 from typing import Any, Unpack, cast
@@ -27,14 +33,18 @@ from everystep.engine.logprobs import with_given
 from everystep.errors import RequestError, shown
 from everystep.files.opening import as_path
 from everystep.requests.keywords import PromptOptions
+from everystep.requests.prompts import PromptLike
 from everystep.requests.subject import Subject
-from everystep.runs.hands import Hands, Rules, is_one, over, read_ids, require_changeable
-from everystep.runs.saved import RunState, write_run
+from everystep.runs.hands import Asked, Hands, Rules, is_one, over, read_ids, require_changeable
+from everystep.runs.saved import NO_TRAIL, RunState, Trail, write_run
 from everystep.runs.steps import Explanation, Step, explained
 from everystep.shown import table
 from everystep.strategies import Beam, BestOf, Greedy, Sample
 from everystep.streamers import LiveBeam, Wording, beam_event
-from everystep.types import Finished, Group, Request, values_of
+from everystep.types import Finished, Group, Request, Sequence, values_of
+
+MOST_MORE = 1000
+"""How many further hypotheses `more` gives at once: each step ranks all that are kept."""
 
 
 class Run:
@@ -53,18 +63,44 @@ class Run:
         rules: list[tuple[int, Rules]],
         hands: Hands,
         group: Group,
+        trail: Trail = NO_TRAIL,
     ) -> None:
         self.model, self.tokenizer = model, session.tokenizer
         self._session, self._passed = session, passed
         # From which position on which rules hold; what was known after so many ids.
         self._rules, self._hands, self._group = rules, hands, group
-        self._given: frozenset[int] = frozenset()
-        self._memos: dict[int, dict[str, Any]] = {0: {}}
+        self._given = frozenset(trail.given)
+        self._memos = {n: dict(memo) for n, memo in trail.memos.items()}
         self._ready: deque[Step] = deque()
-        self._shown: frozenset[int] = frozenset()  # the hypotheses that `more` has given
-        self._number = 0
+        self._shown = frozenset(trail.shown)  # the hypotheses that `more` has given
+        self._number = trail.steps
         self._wording = Wording(self.tokenizer)
         self._reword()
+
+    @classmethod
+    def begun(cls, model: Subject, tokenizer: Any, prompt: PromptLike, asked: Asked) -> Run:
+        """Return a run of the prompt, which has not taken its first step."""
+        session = asked.session(model, tokenizer)
+        passed = session.read(prompt, 0)
+        call = session.prepared(passed, 0)
+        rules, hands = Rules.of(asked, call), Hands(model, call)
+        group = hands.submit(rules.request(model, 0, "0"))
+        return cls(model, session, passed, [(0, rules)], hands, group)
+
+    @classmethod
+    def restored(cls, model: Subject, tokenizer: Any, state: RunState) -> Run:
+        """Return a run that goes on where another one was saved."""
+        sessions = [(start, asked.session(model, tokenizer)) for start, asked in state.rules]
+        calls = [session.prepared(state.passed, 0) for _, session in sessions]
+        first = Rules.of(state.rules[0][1], calls[0])
+        rules = [(0, first)]
+        for (start, asked), call in zip(state.rules[1:], calls[1:], strict=True):
+            rules.append((start, Rules.of(asked, call, first.first)))
+        hands = Hands(model, calls[0])
+        request = rules[-1][1].request(model, len(state.trail.given), "0")
+        group = hands.restore(request, state.group)
+        session = sessions[-1][1]
+        return cls(model, session, state.passed, rules, hands, group, state.trail)
 
     def __repr__(self) -> str:
         state = "ended" if over(self._group) else "open"
@@ -83,6 +119,7 @@ class Run:
         return self._ids(0)
 
     def _ids(self, index: int) -> tuple[int, ...]:
+        """Return the ids after the prompt of the sequence with this index."""
         group, table = self._group, self._hands.engine.table
         strategy, first = group.request.strategy, group.request.prompt_visible
         if not strategy.streams:
@@ -104,26 +141,66 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """Whether there is no step left to take."""
+        """True when there is no step left to take."""
         return not self._ready and over(self._group)
 
     def result(self) -> Any:
-        """What the run has come to, after taking all steps that are left: a `Generated`, or a list
-        of them where it has several sequences. The ids include those that were sent."""
-        for _ in self:
-            pass
+        """Take all steps that are left, and return a `Generated`, or a list of them where the run
+        has several sequences. The ids include those that were sent."""
+        self._finish("result")
         with self._hands.lock:
             found = self._session.reply(0).generated(self._group)
         return found[0] if len(found) == 1 else found
 
     def more(self, n: int = 10) -> list[Generated]:
-        """The `n` best hypotheses that were not given yet, after taking all steps that are left.
+        """Take all steps that are left, and return the `n` best hypotheses not given yet.
 
         The search goes on from where it stopped, to where one that keeps as many from the start
         would stop: these are the best of what that one finds, less what this run has given; fewer
         where the search finds no more. RequestError unless this is one beam search.
         """
-        return more_of(self, n)
+        if not is_integer(n) or not 0 < n <= MOST_MORE:
+            wanted = f"a number above 0, at most {MOST_MORE}"
+            raise RequestError("so many cannot be given", wanted=wanted, got=shown(n))
+        require_search(self._group)
+        self._finish("more")
+        with self._hands.lock:
+            self._hands.require_between("more")
+            self._require_held()
+            if not self._shown:
+                self._shown = frozenset(one.serial for one in ranked(self._group))
+            self._widen(len(self._shown) + n)
+            fresh = [one for one in ranked(self._group) if one.serial not in self._shown][:n]
+            self._shown |= {one.serial for one in fresh}
+            return self._session.reply(0).of(self._group, fresh)
+
+    def _require_held(self) -> None:
+        """Raise RequestError unless the beams of the search are still there."""
+        if not self._group.live:
+            raise RequestError("the run was cancelled", do="Open it again")
+
+    def _widen(self, keeps: int) -> None:
+        """Go on as a search that keeps so many hypotheses, until that is over."""
+        old, hands = self._group, self._hands
+        asked = self._rules[-1][1].asked.changed({"n_best": keeps, "num_return_sequences": 1})
+        rules = self._read(asked)
+        request = rules.request(self.model, 0, hands.name())
+        bank = cast(Beam, request.strategy).widened(old)
+        twin = hands.fork(old, request, Known(bank, not bool(bank.open.any())))
+        try:
+            while not over(twin):
+                hands.step(twin)
+                hands.catch_up()
+                self._require_held()
+                if twin.error is not None:
+                    raise twin.error
+        except BaseException:
+            hands.drop(twin)
+            raise
+        hands.drop(old)
+        hands.mail(twin).clear()
+        self._group, self._rules = twin, [(0, rules)]
+        self._reword()
 
     @property
     def hypotheses(self) -> list[Generated]:
@@ -132,33 +209,50 @@ class Run:
             return self._session.reply(0).of(self._group, complete(self._group))
 
     def explain(self, position: int, rivals: int = 5, index: int = 0) -> Explanation:
-        """Why this token: its logit, what each processor changed, the draw, the best `rivals`.
+        """Explain a token: its logit, what each processor changed, the draw, the best `rivals`.
 
         It is worked out now: the step is taken once more on a fork, from the ids before it, so
         that a run that nobody asks keeps no logits. In a search the position is that of the
         hypothesis which is first now.
         """
         with self._hands.lock:
+            self._hands.require_between("explain")
+            returns = self._group.request.strategy.returns
+            if not is_integer(index) or not 0 <= index < returns:
+                wanted = f"0 to {returns - 1}"
+                raise RequestError("there is no such sequence", wanted=wanted, got=shown(index))
+            if not is_integer(rivals) or rivals < 0:
+                what = "so many rivals cannot be shown"
+                raise RequestError(what, wanted="0 or more", got=shown(rivals))
             tokens = self._ids(index)
             if not is_integer(position) or not -len(tokens) <= position < len(tokens):
                 wanted = f"0 to {len(tokens) - 1}"
                 raise RequestError("there is no such position", wanted=wanted, got=shown(position))
             position %= len(tokens)
-            twin = self._hands.fork(self._group)
-            name = twin.request.request_id
             try:
-                self._hands.replace(twin, *self._before(tokens[:position], index, name))
-                sight: Any = self._hands.step(twin)
-                if twin.error is not None:
-                    raise twin.error
+                return self._hands.explaining(lambda: self._explained(position, tokens, rivals, index))
             finally:
-                self._hands.drop(twin)
-            given = position in self._given
-            return explained(sight, position, tokens[position], self._spell, rivals, given=given)
+                self._hands.catch_up()
 
-    def _before(self, tokens: Sequence[int], index: int, name: str) -> tuple[Request, Beginning]:
-        """The request with this id, and the beginning, of a group that next chooses what follows
-        these tokens."""
+    def _explained(
+        self, position: int, tokens: tuple[int, ...], rivals: int, index: int
+    ) -> Explanation:
+        """Take the step to this position again, on a fork, and explain it."""
+        twin = self._hands.fork(self._group)
+        name = twin.request.request_id
+        try:
+            self._hands.replace(twin, *self._before(tokens[:position], index, name))
+            sight: Any = self._hands.step(twin)
+            if twin.error is not None:
+                raise twin.error
+        finally:
+            self._hands.drop(twin)
+        given = position in self._given
+        return explained(sight, position, tokens[position], self._spell, rivals, given=given)
+
+    def _before(self, tokens: Items[int], index: int, name: str) -> tuple[Request, Beginning]:
+        """Return the request, with this id, and the beginning of a group that next chooses what
+        follows these tokens."""
         rules = [one for start, one in self._rules if start <= len(tokens)][-1]
         given = len([one for one in self._given if one < len(tokens)])
         request = rules.request(self.model, given, name)
@@ -178,37 +272,49 @@ class Run:
         return self
 
     def __next__(self) -> Step:
-        self._fill()
-        if not self._ready:
-            raise StopIteration
-        return self._ready.popleft()
+        with self._hands.lock:
+            self._fill()
+            if not self._ready:
+                raise StopIteration
+            return self._ready.popleft()
 
     def __aiter__(self) -> Run:
         return self
 
     async def __anext__(self) -> Step:
-        # Who stops waiting loses nothing: the step is taken, and comes next.
-        await asyncio.to_thread(self._fill)
-        if not self._ready:
-            raise StopAsyncIteration
-        return self._ready.popleft()
+        self._hands.require_between("anext")  # which would wait in a thread for this one
+        # Whoever stops waiting loses nothing: the step is taken, and comes next.
+        while True:
+            await asyncio.to_thread(self._fill)
+            with suppress(IndexError):  # another reader may have been faster
+                return self._ready.popleft()
+            if over(self._group):
+                raise StopAsyncIteration
+
+    def _finish(self, what: str) -> None:
+        """Take all steps that are left, for the method of this name."""
+        self._hands.require_between(what)
+        for _ in self:
+            pass
 
     def _fill(self) -> None:
-        """There is a step to be looked at, if there is one left."""
+        """Take a step to be looked at, unless one waits or none is left."""
         with self._hands.lock:
-            if self._ready or over(self._group):
-                if self._group.error is not None and not self._ready:
-                    raise self._group.error
+            self._hands.require_between("next")
+            self._hands.catch_up()
+            if not self._ready and not over(self._group):
+                sight = self._hands.step(self._group)
+                if is_one(self._group.request):
+                    self._memos[len(self.tokens)] = known_of(self._group)
+                self._deliver(sight)
+                self._hands.catch_up()
+            elif self._ready:
                 return
-            sight = self._hands.step(self._group)
-            if is_one(self._group.request):
-                self._memos[len(self.tokens)] = known_of(self._group)
-            self._deliver(sight)
             if self._group.error is not None:
                 raise self._group.error
 
     def _deliver(self, sight: Any) -> None:
-        """What was reported of the run becomes a step."""
+        """Make a step of what was reported of the run."""
         group = self._group
         mail = self._hands.mail(group)
         beams: tuple[LiveBeam, ...] = ()
@@ -222,8 +328,8 @@ class Run:
 
     # --- changing ---------------------------------------------------------------------------------
 
-    def send(self, ids: Sequence[int] | str) -> None:
-        """These ids, or those of a text, follow; then the run goes on, also if it had ended.
+    def send(self, ids: Items[int] | str) -> None:
+        """Add these ids, or those of a text; then the run goes on, also if it had ended.
 
         Only they are fed. They do not count as chosen. For runs with one sequence.
         """
@@ -234,8 +340,8 @@ class Run:
                 [*tokens, *own], {*self._given, *range(len(tokens), len(tokens) + len(own))}
             )
 
-    def edit(self, position: int, ids: Sequence[int] | str) -> None:
-        """From this position on these ids stand in the place of as many others; what follows stays,
+    def edit(self, position: int, ids: Items[int] | str) -> None:
+        """Put these ids in the place of as many others, from this position on; what follows stays,
         and is fed again with them. For runs with one sequence."""
         own = read_ids(self.model, self.tokenizer, ids)
         with self._hands.lock:
@@ -251,8 +357,8 @@ class Run:
             self._reopen(tokens, {*self._given, *range(position, position + len(own))}, position)
 
     def rewind(self, n: int = 1) -> None:
-        """The last `n` ids are taken back, and the run goes on from there; it draws the same again
-        unless something is set. For runs with one sequence."""
+        """Take the last `n` ids back and go on from there; the run draws the same again unless
+        something is set. For runs with one sequence."""
         with self._hands.lock:
             tokens = self._whole("rewind")
             if type(n) is not int or not 0 <= n <= len(tokens):
@@ -262,7 +368,7 @@ class Run:
             self._reopen(tokens[:kept], {one for one in self._given if one < kept})
 
     def set(self, **changes: Unpack[PromptOptions]) -> None:
-        """Other values hold from the next choice on, read and judged as those of `es.open`.
+        """Set other values from the next choice on, read and judged as those of `es.open`.
 
         RequestError for what cannot change: the number of sequences, the cache, what is recorded,
         how the prompt was read. A run that ended at its length goes on if there is room now. For
@@ -270,29 +376,29 @@ class Run:
         """
         with self._hands.lock:
             tokens = self._whole("set")
-            asked = self._rules[-1][1].asked.changed(changes)
-            session = asked.session(self.model, self.tokenizer)
-            call = session.prepared(self._passed, 0)
-            rules = Rules.of(asked, call, self._rules[0][1].first)
+            rules = self._read(self._rules[-1][1].asked.changed(changes))
             name = self._group.request.request_id
             request = rules.request(self.model, len(self._given), name)
             require_changeable(self._group.request, request, changes)
-            if call.quantization != self._hands.quantization:
+            if rules.quantization != self._hands.quantization:
                 raise RequestError("the cache cannot change while a run is under way")
             at_length = any(one.reason.kind == "length" for one in self._group.done)
             more = at_length and len(tokens) - len(self._given) < rules.room
             if more or not over(self._group):
                 self._reopen(tokens, {*self._given}, rules=rules)
             else:
-                self._rules = [
-                    *(one for one in self._rules if one[0] < len(tokens)),
-                    (len(tokens), rules),
-                ]
+                self._follow(rules, len(tokens))
+
+    def _read(self, asked: Asked) -> Rules:
+        """Return the rules of these keywords, for the prompt of this run."""
+        call = asked.session(self.model, self.tokenizer).prepared(self._passed, 0)
+        return Rules.of(asked, call, self._rules[0][1].first)
 
     def fork(self, **changes: Unpack[PromptOptions]) -> Run:
-        """A run that is as this one, shares its engine and goes on by itself; `changes` are set in
-        it. Without another seed both draw the same."""
+        """Return a run that is as this one, shares its engine and goes on by itself; `changes` are
+        set in it. Without another seed both draw the same."""
         with self._hands.lock:
+            self._hands.require_between("fork")
             twin = copy.copy(self)
             twin._ready, twin._memos = deque(), dict(self._memos)
             twin._group = self._hands.fork(self._group)
@@ -306,12 +412,18 @@ class Run:
             return twin
 
     def cancel(self) -> None:
-        """The run ends here, with the tokens it has, and holds no row any more."""
+        """End the run here, with the tokens it has; it holds no row any more.
+
+        Asked for in a step, it is done when the step is over, whose tokens still count.
+        """
         with self._hands.lock:
-            ended = over(self._group)
-            self._hands.cancel(self._group)
-            if not ended:
-                self._deliver(None)
+            self._hands.between_steps(self._cancel)
+
+    def _cancel(self) -> None:
+        ended = over(self._group)
+        self._hands.cancel(self._group)
+        if not ended:
+            self._deliver(None)
 
     def __enter__(self) -> Run:
         return self
@@ -322,15 +434,19 @@ class Run:
     # --- saving -----------------------------------------------------------------------------------
 
     def save(self, path: str | PathLike[str]) -> None:
-        """The run is in the file, for `es.resume`; it goes on here as if nothing had happened."""
+        """Write the run into the file, for `es.resume`; it goes on here as if nothing had
+        happened."""
         with self._hands.lock:
+            self._hands.require_between("save")
             rules = [(start, one.asked) for start, one in self._rules]
-            kept = (self._given, self._memos, self._number, self._shown)
-            state = RunState(self._passed, rules, *kept, self._hands.engine.dump(self._group))
+            trail = Trail(self._given, self._memos, self._number, self._shown)
+            state = RunState(self._passed, rules, trail, self._hands.engine.dump(self._group))
             write_run(state, self.model, self.tokenizer, as_path(path))
 
     def _whole(self, what: str) -> list[int]:
-        """All ids after the prompt; RequestError where `what` has no one sequence to act on."""
+        """Return all ids after the prompt; RequestError where `what` cannot be done now, or has no
+        one sequence to act on."""
+        self._hands.require_between(what)
         strategy = self._group.request.strategy
         if not is_one(self._group.request):
             raise RequestError(
@@ -344,7 +460,7 @@ class Run:
         return list(self.tokens)
 
     def _values(self, kept: int) -> dict[str, Any]:
-        """What was known after the first `kept` ids, or the last step before."""
+        """Return what was known after the first `kept` ids, or the last step before."""
         return dict(self._memos[max(n for n in self._memos if n <= kept)])
 
     def _reopen(
@@ -354,7 +470,7 @@ class Run:
         kept: int | None = None,
         rules: Rules | None = None,
     ) -> None:
-        """The run goes on after these tokens, the first `kept` of which are as before."""
+        """Go on after these tokens, the first `kept` of which are as before."""
         rules = rules or self._rules[-1][1]
         kept = min(len(tokens), len(self.tokens)) if kept is None else kept
         if len(tokens) - len(given) >= rules.room:
@@ -369,7 +485,8 @@ class Run:
         values, best = self._values(kept), request.wants.logprobs
         if best is not None:
             values |= with_given(known_of(group), kept, tokens[kept:], best)
-        lineage = getattr(first_of(group), "lineage", 0)
+        first = first_of(group)
+        lineage = 0 if first is None else first.lineage
         beginning = Beginning(np.array(tokens, np.int64), values, lineage)
         self._hands.replace(group, request, beginning)
         self._given = frozenset(given)
@@ -380,14 +497,14 @@ class Run:
         self._reword()
 
     def _follow(self, rules: Rules, start: int) -> None:
-        """These rules hold from this position on."""
+        """Go by these rules from this position on."""
         earlier = [one for one in self._rules if one[0] < start]
         if not earlier or earlier[-1][1] is not rules:
             earlier.append((start, rules))
         self._rules = earlier
 
     def _reword(self) -> None:
-        """Text follows the ids that stand there now."""
+        """Let the text follow the ids that stand there now."""
         group, name = self._group, self._group.request.request_id
         self._wording = Wording(self.tokenizer)
         if (trim := self._session.reply(0).trim(group.request)) is not None:
@@ -399,57 +516,8 @@ class Run:
         return None if self.tokenizer is None else str(self.tokenizer.decode(ids))
 
 
-def complete(group: Group) -> list[Finished]:
-    """Every hypothesis of a search that has ended by itself, best first."""
-    _require_search(group)
-    found = [one for one in group.done if one.serial >= 0]
-    return sorted(found, key=lambda one: -one.score)
-
-
-def more_of(run: Run, n: int) -> list[Generated]:
-    """What `Run.more` says."""
-    if not is_integer(n) or n < 1:
-        raise RequestError("so many cannot be given", wanted="a number above 0", got=shown(n))
-    _require_search(run._group)
-    for _ in run:
-        pass
-    with run._hands.lock:
-        group = run._group
-        if not group.live:
-            raise RequestError("the run was cancelled", do="Open it again")
-        if not run._shown:
-            run._shown = _serials(group)
-        _widen(run, len(run._shown) + n)
-        group = run._group
-        fresh = [one for one in _ranked(group) if one.serial not in run._shown][:n]
-        run._shown |= {one.serial for one in fresh}
-        return run._session.reply(0).of(group, fresh)
-
-
-def _widen(run: Run, keeps: int) -> None:
-    """The run is that of a search that keeps so many hypotheses, and is over."""
-    old, hands = run._group, run._hands
-    asked = run._rules[-1][1].asked.changed({"n_best": keeps, "num_return_sequences": 1})
-    call = asked.session(run.model, run.tokenizer).prepared(run._passed, 0)
-    rules = Rules.of(asked, call, run._rules[0][1].first)
-    request = rules.request(run.model, 0, hands.name())
-    bank = cast(Beam, request.strategy).widened(old)
-    twin = hands.fork(old, request, Known(bank, not bool(bank.open.any())))
-    try:
-        while not over(twin):
-            hands.step(twin)
-            if twin.error is not None:
-                raise twin.error
-    except BaseException:
-        hands.drop(twin)
-        raise
-    hands.drop(old)
-    hands.mail(twin).clear()
-    run._group, run._rules = twin, [(0, rules)]
-    run._reword()
-
-
-def _require_search(group: Group) -> None:
+def require_search(group: Group) -> None:
+    """Raise RequestError unless the group is one beam search."""
     strategy = group.request.strategy
     if not isinstance(strategy, Beam):
         raise RequestError(
@@ -460,20 +528,24 @@ def _require_search(group: Group) -> None:
         )
 
 
-def _ranked(group: Group) -> list[Finished]:
-    found = results_of(group)
-    return [one for one in found if one.serial >= 0]
+def complete(group: Group) -> list[Finished]:
+    """Return every hypothesis of a search that has ended by itself, best first."""
+    require_search(group)
+    found = [one for one in group.done if one.serial >= 0]
+    return sorted(found, key=lambda one: -one.score)
 
 
-def _serials(group: Group) -> frozenset[int]:
-    return frozenset(one.serial for one in _ranked(group))
+def ranked(group: Group) -> list[Finished]:
+    """Return the results of a search that ended by themselves, in their order."""
+    return [one for one in results_of(group) if one.serial >= 0]
 
 
-def first_of(group: Group) -> Any:
-    """The one sequence of a group, live or done; None before it has any."""
+def first_of(group: Group) -> Sequence | Finished | None:
+    """Return the first sequence of a group, live or done; None before it has any."""
     return next(iter([*group.live, *group.done]), None)
 
 
 def known_of(group: Group) -> dict[str, Any]:
-    """What that sequence remembers that ids cannot tell."""
-    return values_of(getattr(first_of(group), "memo", {}))
+    """Return what its first sequence remembers that ids cannot tell."""
+    first = first_of(group)
+    return {} if first is None else values_of(first.memo)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,7 +24,7 @@ from everystep._version import __version__
 from everystep.bridge.core import ForeignModel
 from everystep.config import GenerationConfig
 from everystep.engine.snapshot import fingerprint
-from everystep.errors import FormatError, RequestError
+from everystep.errors import FormatError, RequestError, shown
 from everystep.files.atomic import write_atomic
 from everystep.files.safetensors import read_file
 from everystep.models import Model, weight_digest
@@ -41,21 +41,34 @@ _PROBE = "Hello, World! 12.5 naïve Ωμέγα 日本語 🙂\n\t{'a': 1}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Trail:
+    """What is known of the way that a run has come.
+
+    `given`: the positions that were sent or edited. `memos`: what was known after so many ids.
+    `steps`: how many there were. `shown`: the serial numbers of the hypotheses that `more` gave.
+    """
+
+    given: AbstractSet[int] = frozenset()
+    memos: Mapping[int, Mapping[str, Any]] = field(default_factory=lambda: {0: {}})
+    steps: int = 0
+    shown: AbstractSet[int] = frozenset()
+
+
+NO_TRAIL = Trail()
+"""That of a run that has not begun."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RunState:
     """Everything of a run that a file has to hold.
 
     `passed`: the prompt, as it was read. `rules`: from which position on which keywords hold.
-    `given`: the positions that were sent or edited. `memos`: what was known after so many ids.
-    `number`: that of the next step. `shown`: the hypotheses that were given. `group`: what the
-    engine dumped.
+    `group`: what the engine dumped.
     """
 
     passed: Mapping[str, Any]
     rules: Sequence[tuple[int, Asked]]
-    given: AbstractSet[int]
-    memos: Mapping[int, Mapping[str, Any]]
-    number: int
-    shown: AbstractSet[int]
+    trail: Trail
     group: bytes
 
 
@@ -66,10 +79,10 @@ def write_run(state: RunState, model: Subject, tokenizer: Any, path: Path) -> No
     absent = sorted({name for _, (_, missing, _) in rules for name in missing})
     stored = {
         "rules": rules,
-        "given": sorted(state.given),
-        "memos": {n: memo for n, memo in _plain_memos(state.memos).items() if memo or not n},
-        "number": state.number,
-        "shown": sorted(state.shown),
+        "given": sorted(state.trail.given),
+        "memos": {n: memo for n, memo in _plain_memos(state.trail.memos).items() if memo or not n},
+        "number": state.trail.steps,
+        "shown": sorted(state.trail.shown),
         "prefix": prefix_digest(state.rules[0][1].options.get("prefix")),
         "group": np.frombuffer(state.group, np.uint8),
     }
@@ -88,13 +101,11 @@ def write_run(state: RunState, model: Subject, tokenizer: Any, path: Path) -> No
     write_atomic(path, save(tensors, metadata))
 
 
-def read_run(
-    file: Path, model: Subject, tokenizer: Any
-) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """What was saved, the prompt, and the names of keywords that are to be passed again.
+def read_run(file: Path, model: Subject, tokenizer: Any, again: Mapping[str, Any]) -> RunState:
+    """Read what was saved; `again` has the keywords whose values could not be written.
 
     FormatError: the file is damaged, or of a newer version. RequestError: it is a run of another
-    model, tokenizer or version of everystep.
+    model, tokenizer, prefix or version of everystep, or a keyword is missing or one too many.
     """
     tensors, metadata = read_file(file)
     _check_owner(file, metadata, model, tokenizer)
@@ -104,14 +115,25 @@ def read_run(
             prompt[name.removeprefix(_PROMPT)] = tensors.load(name)
         elif name.startswith(_ROW):
             prompt[name.removeprefix(_ROW)] = [tensors.load(name)]
-    state = from_bytes(tensors.load("state").numpy().tobytes())
-    if not isinstance(state, dict):
-        raise FormatError(f"{file} is damaged", got=type(state).__name__)
-    return state, prompt, metadata.get("pass_again", "").split()
+    state: Any = from_bytes(tensors.load("state").numpy().tobytes())
+    try:
+        absent = sorted({name for _, (_, missing, _) in state["rules"] for name in missing})
+        _check_again(absent, again)
+        _check_prefix(state["prefix"], again)
+        rules = [
+            (start, Asked({**_revived(plain), **{name: again[name] for name in missing}}, seed))
+            for start, (plain, missing, seed) in state["rules"]
+        ]
+        trail = Trail(
+            frozenset(state["given"]), state["memos"], state["number"], frozenset(state["shown"])
+        )
+        return RunState(prompt, rules, trail, state["group"].tobytes())
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise FormatError(f"{file} is damaged", got=f"{type(error).__name__}: {error}") from error
 
 
 def _check_owner(file: Path, metadata: Mapping[str, str], model: Subject, tokenizer: Any) -> None:
-    """RequestError or FormatError unless the file is a run of this model, tokenizer and version."""
+    """Raise an error unless the file is a run of this model, tokenizer and version."""
     if metadata.get("format") != _FORMAT:
         got = metadata.get("format", "another safetensors file")
         raise FormatError(f"{file} holds no saved run", wanted=_FORMAT, got=got)
@@ -138,11 +160,39 @@ def _check_owner(file: Path, metadata: Mapping[str, str], model: Subject, tokeni
             )
 
 
+def _check_again(absent: Sequence[str], again: Mapping[str, Any]) -> None:
+    """Raise RequestError if a keyword is missing that could not be written, or one is too many."""
+    missing = [name for name in absent if name not in again]
+    surplus = [name for name in again if name not in absent]
+    if missing:
+        raise RequestError(
+            f"the saved run needs {', '.join(missing)}, which cannot be written to a file",
+            do="Pass to es.resume what was passed to es.open",
+        )
+    if surplus:
+        raise RequestError(
+            f"the saved run has no use for {', '.join(surplus)}",
+            wanted=", ".join(absent) or "no further keywords",
+            do="Resume without it, then call run.set",
+        )
+
+
+def _check_prefix(written: str | None, again: Mapping[str, Any]) -> None:
+    """Raise RequestError unless the prefix that was passed again is the one of the saved run."""
+    if "prefix" in again and prefix_digest(again["prefix"]) != written:
+        raise RequestError(
+            "the saved run stood after another prefix",
+            wanted="one that was made from the same prompt",
+            got=shown(again["prefix"]),
+            do="Make it again with everystep.prefill as it was made for es.open",
+        )
+
+
 # --- what is written ------------------------------------------------------------------------------
 
 
 def _plain(asked: Asked) -> tuple[dict[str, Any], list[str], int]:
-    """What can be written of the keywords, the names of the others, and the seed."""
+    """Return what can be written of the keywords, the names of the others, and the seed."""
     plain: dict[str, Any] = {}
     missing: list[str] = []
     for name, value in asked.options.items():
@@ -156,8 +206,8 @@ def _plain(asked: Asked) -> tuple[dict[str, Any], list[str], int]:
     return plain, missing, asked.seed
 
 
-def revived(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords as they were passed."""
+def _revived(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords as they were passed."""
     found = dict(plain)
     if isinstance(found.get("generation_config"), dict):
         found["generation_config"] = GenerationConfig(**found["generation_config"])
@@ -191,7 +241,7 @@ _KNOWN: WeakKeyDictionary[Model, str] = WeakKeyDictionary()
 
 
 def model_digest(model: Subject) -> str:
-    """Equal for models whose runs can be exchanged."""
+    """Return a text that is equal for models whose runs can be exchanged."""
     weights = _weights(model.core)
     how = f"{weights} {model.core.dtype} {model.cache_dtype}"
     return hashlib.sha256(how.encode()).hexdigest()
@@ -207,15 +257,15 @@ def _weights(core: Model | ForeignModel) -> str:
 
 
 def prefix_digest(prefix: Any) -> str | None:
-    """Equal for prefixes of one prompt; None for anything else."""
+    """Return a text that is equal for prefixes of one prompt; None for anything else."""
     if not isinstance(prefix, Prefix):
         return None
     return f"{len(prefix)} {fingerprint(nobodys(prefix.prompt))}"
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Equal for tokenizers that spell alike: judged by a text, their size, their special tokens and
-    chat template, and 256 of their tokens."""
+    """Return a text that is equal for tokenizers that spell alike: judged by a text, their size,
+    special tokens and chat template, and 256 of their tokens."""
     if tokenizer is None:
         return "none"
     count = len(tokenizer)

@@ -151,11 +151,12 @@ class Beam(BeamSettings):
 
     def best(self, group: Group) -> list[Finished]:
         """Return the best of the banked and of the cut hypotheses, in their order."""
-        slots: list[int] = group.state.serials.ravel().tolist() if group.state else []
+        serials = group.state.serials.ravel().tolist() if group.state else []
+        slots = {serial: place for place, serial in enumerate(serials)}
 
         def place(done: Finished) -> tuple[float, int]:
             # Only what was cut short was never offered to the bank.
-            return -done.score, self.width if done.serial < 0 else slots.index(done.serial)
+            return -done.score, self.width if done.serial < 0 else slots[done.serial]
 
         held = [done for done in group.done if done.serial < 0 or done.serial in slots]
         return sorted(held, key=place)[: self.slots]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import everystep as es
 from everystep.api.model import LanguageModel
 from everystep.drivers.session import Session
 from everystep.engine import Engine, audit
-from everystep.errors import RequestError, UnsupportedError
+from everystep.errors import CapacityError, RequestError, UnsupportedError
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 from tests.api.runs import PLAIN, PROMPT, SINGLE, STRATEGIES, TOKENIZER, engine_of, opened, take
@@ -588,3 +589,39 @@ def test_a_number_of_hypotheses_beyond_bounds_is_refused(model: LanguageModel) -
         run.explain(0, index=2)
     with pytest.raises(RequestError, match="rivals"):
         run.explain(0, rivals=-1)
+
+
+# --- room -----------------------------------------------------------------------------------------
+
+
+def test_ids_that_fill_the_context_are_refused_before_anything_changes(
+    model: LanguageModel, tmp_path: Path
+) -> None:
+    """As a prompt of as many ids is."""
+    prompt = len(TOKENIZER.encode(PROMPT))
+    with pytest.raises(CapacityError, match="fills the model's context"):
+        es.open(model, None, [5] * 256, **PLAIN)
+    run = opened(model, "greedy")
+    take(run, 4)
+    fed = engine_of(run).counts.fed
+    for wrong in (lambda: run.send([5] * 300), lambda: run.send([5] * (252 - prompt))):
+        with pytest.raises(CapacityError, match="fills the model's context"):
+            wrong()
+    assert (len(run.tokens), run.given, engine_of(run).counts.fed) == (4, (), fed)
+    assert run.result() == opened(model, "greedy").result()
+    run.set(max_new_tokens=20)
+    run.send([5] * (243 - prompt))
+    assert prompt + len(run.tokens) == 255 and len(run.result().tokens) - len(run.given) == 20
+    run.save(tmp_path / "long.run")  # it went beyond the context by itself, as was asked
+    assert es.resume(tmp_path / "long.run", model, TOKENIZER).result() == run.result()
+    with pytest.raises(CapacityError, match="fills the model's context"):
+        run.edit(0, [7])
+    with pytest.raises(CapacityError, match="fills the model's context"):
+        run.send([7])
+
+
+def test_a_run_without_a_length_ends_where_the_context_does(model: LanguageModel) -> None:
+    run = es.open(model, None, [5, 6, 7], eos_token_id=None)
+    take(run, 2)
+    run.send([8] * 240)
+    assert len(run.result().tokens) == 253 and run.result().finish_reason.kind == "length"

@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save
 
 import everystep as es
 from everystep.api.model import LanguageModel
 from everystep.engine import audit
 from everystep.errors import EverystepError, FormatError, RequestError
+from everystep.files.safetensors import read_file
+from everystep.runs.saved import checksum
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 from tests.reading import ROOT
@@ -194,25 +197,27 @@ def test_a_run_of_somebody_else_is_refused(model: LanguageModel, tmp_path: Path)
             es.resume(path, other, tokenizer)
 
 
-def rewritten(path: Path, old: bytes, new: bytes) -> Path:
-    data = path.read_bytes()
-    assert len(old) == len(new) and old in data
+def rewritten(path: Path, sign: bool = True, **told: str) -> Path:
+    """The file with other metadata, and the checksum that they should have."""
+    tensors, metadata = load_file(path), read_file(path)[1]
+    metadata |= told
+    if sign:
+        metadata["sha256"] = checksum(tensors, metadata)
     target = path.with_name("other")
-    target.write_bytes(data.replace(old, new))
+    target.write_bytes(save(tensors, metadata))
     return target
 
 
 def test_a_run_of_another_version_is_refused(model: LanguageModel, tmp_path: Path) -> None:
     path = tmp_path / "run"
     saved(model, path)
-    version = es.__version__
-    said, wrong = (f'"everystep":"{one}"'.encode() for one in (version, "9" * len(version)))
-    later = rewritten(path, said, wrong)
     with pytest.raises(RequestError, match="another version"):
-        es.resume(later, model, TOKENIZER)
-    newer = rewritten(path, b'"version":"1"', b'"version":"2"')
-    with pytest.raises(FormatError, match="newer everystep"):
-        es.resume(newer, model, TOKENIZER)
+        es.resume(rewritten(path, everystep="99.9"), model, TOKENIZER)
+    for version, told in (("3", "newer"), ("1", "older"), ("", "newer"), ("²", "newer")):
+        with pytest.raises(FormatError, match=f"{told} everystep"):
+            es.resume(rewritten(path, version=version), model, TOKENIZER)
+    with pytest.raises(FormatError, match="checksum"):
+        es.resume(rewritten(path, sign=False, everystep="99.9"), model, TOKENIZER)
 
 
 def test_damaged_files_are_refused(model: LanguageModel, tmp_path: Path) -> None:

@@ -48,6 +48,18 @@ def test_a_request_beyond_it_is_refused_before_it_runs(kind: str, asked: dict[st
     assert model.generate(ids(1, 9), max_new_tokens=56, **OPTIONS).shape == (1, MOST + 1)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_that_are_sent_count_too(kind: str) -> None:
+    model = es.LanguageModel(ours(reference_decoder(kind, torch.float32)))
+    run = es.open(model, None, [5, 6, 7], max_new_tokens=8, eos_token_id=None)
+    next(run), next(run)
+    with pytest.raises(RequestError, match="learned embeddings of 64 positions"):
+        run.send([8] * 55)
+    assert len(run.tokens) == 2 and run.given == ()
+    run.send([8] * 54)
+    assert 3 + len(run.result().tokens) == MOST + 1
+
+
 def test_an_assistant_has_to_reach_as_far() -> None:
     model = es.LanguageModel(ours(reference_decoder("llama", torch.float32)))
     assistant = es.LanguageModel(ours(reference_decoder("gpt2", torch.float32)))

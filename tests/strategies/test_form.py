@@ -15,7 +15,7 @@ from tests.test_layers import dotted, imported_names
 
 LONGEST = 250
 # What strategies and the engine both speak of: nouns, and the type of what `pick` gives.
-COMMON = {"Batch", "DecidesLate", "Picked"}
+COMMON = {"Batch", "DecidesLate", "Picked", "may_know"}
 ASKING = {"isinstance", "issubclass", "type", "hasattr", "getattr", "vars", "dir", "callable"}
 OF_KIND = {"__class__", "__name__", "__qualname__", "__dict__", "__module__"}
 

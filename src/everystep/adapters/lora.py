@@ -7,6 +7,7 @@ bits, whatever its neighbours ask for. Where an adapter comes from is not known 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from everystep.models.decoder import Decoder
 from everystep.models.model import Model
+from everystep.nn.digests import add_tensor
 from everystep.nn.linear import LinearMap, Matrix, dense
 
 _ROLES = ("qkv", "out", "up", "down")  # the projections of a layer that adapters change
@@ -46,6 +48,15 @@ class LoRA:
     """
 
     targets: Mapping[str, tuple[Delta, ...]]
+
+    def digest(self) -> str:
+        """Return a text that is equal for adapters that agree in every bit."""
+        digest = hashlib.sha256()
+        for key, deltas in sorted(self.targets.items()):
+            for one in deltas:
+                add_tensor(digest, f"{key} {one.start} {float(one.scale).hex()} a", one.a)
+                add_tensor(digest, "b", one.b)
+        return digest.hexdigest()
 
     def to(self, device: torch.device, dtype: torch.dtype) -> LoRA:
         """Return the same adapter on a device, in a type."""

@@ -162,6 +162,9 @@ class LanguageModel(Subject):
     ) -> Executor:
         return self._held.executor(needs, quantization, layers)
 
+    def digest(self, adapters: Iterable[str] = ()) -> str:
+        return self._held.digest(adapters)
+
     @classmethod
     def can_generate(cls) -> bool:
         """Return True, of the class too: a model without a language head is not loaded."""

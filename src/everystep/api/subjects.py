@@ -5,17 +5,26 @@ Each is a `Subject`, which requests see, and does what the model's user asks of 
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import partial
 from os import PathLike
 from typing import Any, Protocol, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from everystep.adapters import Adapters, moved_adapters, with_adapter, without_adapter
+from everystep.adapters import (
+    Adapters,
+    moved_adapters,
+    require_adapter,
+    with_adapter,
+    without_adapter,
+)
 from everystep.api.forward import forward
 from everystep.api.saving import save_model, with_merged
 from everystep.bridge.core import ForeignModel
@@ -38,11 +47,14 @@ from everystep.models import (
     learning_weights,
     named_weights,
     weight_bytes,
+    weight_digest,
 )
 from everystep.models.load import usable_device
 from everystep.requests.features import PromptInput, own_inputs
 from everystep.requests.subject import Subject
 
+# Weights are read once, unless they can change.
+_DIGESTS: WeakKeyDictionary[Model, str] = WeakKeyDictionary()
 _OF_SAVING = {"dtype": None, "adapters": None, "max_shard_size": "5GB"}
 """Arguments of `save_pretrained` and their defaults."""
 
@@ -188,6 +200,17 @@ class OwnSubject(Holder):
             core, self._executor_name, needs, quantization, self._cache_dtype, self._adapters
         )
 
+    def digest(self, adapters: Iterable[str] = ()) -> str:
+        core = self._core
+        weights = None if core.learns else _DIGESTS.get(core)
+        if weights is None:
+            weights = _DIGESTS[core] = weight_digest(core)
+        parts = [weights, str(core.dtype), self.cache_dtype]
+        for name in adapters:
+            require_adapter(self._adapters, name)
+            parts += [name, self._adapters[name].digest()]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return forward(self, *args, **kwargs)
 
@@ -313,6 +336,11 @@ class WrappedSubject(Holder):
                 do="Leave cache_implementation out",
             )
         return self._core.executor()
+
+    def digest(self, adapters: Iterable[str] = ()) -> str:
+        """Return the digest of the module, whose adapters are part of it."""
+        parts = [self._core.digest(), str(self._core.dtype), self.cache_dtype, *adapters]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return self._module(*args, **kwargs)

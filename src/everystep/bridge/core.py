@@ -24,6 +24,7 @@ from everystep.cache.containers import Cache, DynamicCache, own_half
 from everystep.errors import RequestError
 from everystep.executors.process import is_shortage
 from everystep.models.encoders import PromptEncoder
+from everystep.nn.digests import add_tensor
 from everystep.nn.modes import ordinary_mode
 from everystep.nn.network import Heard, Store
 from everystep.types import InputSpec, Prompt
@@ -139,11 +140,8 @@ class ForeignModel:
         return self.foreign.embed(ids)
 
     def digest(self) -> str:
-        """Return a digest of the module.
-
-        It is equal for modules of one class and configuration, with the same adapters at work,
-        whose weights agree in name, type, size and 64 values each.
-        """
+        """Return a text that is equal for modules of one class and configuration, with the same
+        adapters at work, whose weights agree in every bit."""
         module, digest = self.foreign.module, hashlib.sha256()
         config = {k: v for k, v in self.foreign.config.to_dict().items() if k not in _NAMING}
         active = getattr(module, "active_adapters", ())
@@ -152,10 +150,7 @@ class ForeignModel:
         digest.update(json.dumps(told, sort_keys=True, default=str).encode())
         for name, held in sorted(module.state_dict().items()):
             if isinstance(held, Tensor):
-                values, places = held.detach().reshape(-1), torch.linspace(0, held.numel() - 1, 64)
-                read = values[places.long()] if len(values) else values
-                digest.update(f"{name} {held.dtype} {tuple(held.shape)}".encode())
-                digest.update(read.to("cpu", torch.float64).numpy().tobytes())
+                add_tensor(digest, name, held)
         return digest.hexdigest()
 
     def executor(self) -> ForeignExecutor:

@@ -193,7 +193,7 @@ class Engine:
         the same unless a group here has that. RequestError if it was another request, FormatError
         if the bytes are damaged.
         """
-        saved = read(data, request)
+        saved = read(data, request, self.executor.vocab_size)
         self.recover()
         taken = saved["rank"] in [group.rank for group in self.scheduler.groups]
         group = self._checked(request, self._submitted if taken else saved["rank"])

@@ -32,9 +32,9 @@ from everystep.types import (
     TokenTable,
 )
 from everystep.types.hooks import Hook
-from everystep.types.stored import Chain
+from everystep.types.stored import Chain, remembered
 
-HOOKED = "hooks"
+HOOKED = remembered("hooks", Hooked)
 """The name under which a sequence remembers what hooks know of it."""
 _PROMPT = "what hooks give for the prompt"
 _NO_INPUTS = ("positions", "mask")

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +19,7 @@ from torch import Tensor
 
 from everystep.outputs import TokenLogprobs
 from everystep.types import Children, Group, Sequence
-from everystep.types.stored import Chain, stored
-
-_CHOICES = "logprobs"
+from everystep.types.stored import Chain, remembered, stored
 
 
 @stored("likelihood")
@@ -38,6 +36,9 @@ class Likelihood(NamedTuple):
         return self._replace(
             top_tokens=self.top_tokens[:best], top_logprobs=self.top_logprobs[:best]
         )
+
+
+_CHOICES = remembered("logprobs", Annotated[Chain, Likelihood])
 
 
 def likelihoods(logits: Tensor, tokens: np.ndarray, best: int) -> list[Likelihood]:

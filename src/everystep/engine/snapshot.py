@@ -9,23 +9,63 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from typing import Any
+from collections.abc import Sequence as Items
+from typing import Any, TypedDict, cast
 
 import numpy as np
 from torch import Tensor
 
+from everystep.engine.logprobs import Likelihood, last_choices
 from everystep.errors import FormatError, RequestError
-from everystep.types import Companion, Group, Request, Sequence, TokenTable, values_of
-from everystep.types.stored import from_bytes, to_bytes
+from everystep.strategies.base import may_know
+from everystep.types import (
+    Companion,
+    Finished,
+    FinishReason,
+    Group,
+    Request,
+    Sequence,
+    TokenTable,
+    values_of,
+)
+from everystep.types.stored import fits, fits_memo, from_bytes, to_bytes
 
 _VERSION = 2
 _OF_GROUP = ("done", "state", "prompt_known", "opened", "settled", "reported")
+_MOST = 2**31
 _OF_SEQUENCE = ("score", "lineage", "index", "provisional", "finish")
 
 
+class SavedSequence(TypedDict):
+    """What is written of a live sequence, beside its tokens."""
+
+    memo: dict[str, Any]
+    score: float
+    lineage: int
+    index: int
+    provisional: int
+    finish: FinishReason | None
+
+
+class SavedGroup(TypedDict):
+    """What is written of a group; `tokens` are the ids after the prompt of each of `live`."""
+
+    version: int
+    fingerprint: str
+    rank: int
+    tokens: list[np.ndarray]
+    live: list[SavedSequence]
+    done: list[Finished]
+    state: Any
+    prompt_known: tuple[Likelihood, ...] | None
+    opened: bool
+    settled: bool
+    reported: int
+
+
 def written(group: Group, table: np.ndarray) -> bytes:
-    """The group as bytes; (lines, n) visible ids of all sequences. RequestError where it holds what
-    cannot be written, for instance what a caller's own strategy keeps."""
+    """Return the group as bytes; (lines, n) visible ids of all sequences. RequestError where it
+    holds what cannot be written, for instance what a caller's own strategy keeps."""
     first = group.request.prompt_visible
     saved: dict[str, Any] = {name: getattr(group, name) for name in _OF_GROUP}
     saved["version"], saved["fingerprint"] = _VERSION, fingerprint(group.request)
@@ -38,9 +78,9 @@ def written(group: Group, table: np.ndarray) -> bytes:
     return to_bytes(saved)
 
 
-def read(data: bytes, request: Request) -> dict[str, Any]:
-    """Read what was written of a group with this request; RequestError if it was another
-    request."""
+def read(data: bytes, request: Request, vocabulary: int) -> SavedGroup:
+    """Read what was written of a group with this request; RequestError if it was another request,
+    FormatError for anything that no group can have known."""
     saved = from_bytes(data)
     same = isinstance(saved, dict) and saved.get("version") == _VERSION
     if not same or saved.get("fingerprint") != fingerprint(request):
@@ -49,36 +89,67 @@ def read(data: bytes, request: Request) -> dict[str, Any]:
             wanted="the same prompt, strategy, draws, lengths and kinds of processors",
             do="Make the request again as it was made when it was saved",
         )
-    if not saved.keys() >= {"rank", "tokens", "live", *_OF_GROUP}:
-        raise FormatError("a saved generation is damaged", got=sorted(saved))
-    return saved
+    if not fits(saved, SavedGroup) or not _possible(saved, request, vocabulary):
+        raise FormatError("a saved generation is damaged", got="what no generation can know")
+    return cast(SavedGroup, saved)
 
 
-def resume(group: Group, saved: dict[str, Any], table: TokenTable) -> None:
-    """The group knows what was saved; its sequences have lines, and no rows yet."""
+def _possible(saved: SavedGroup, request: Request, vocabulary: int) -> bool:
+    """Return whether a group with this request may have known all that."""
+    live, tokens, done = saved["live"], saved["tokens"], saved["done"]
+    width = request.strategy.width
+    most = request.max_length - request.prompt.length
+
+    def are_ids(ids: np.ndarray) -> bool:
+        if ids.dtype != np.int64 or ids.ndim != 1 or len(ids) > most:
+            return False
+        return not len(ids) or 0 <= ids.min() <= ids.max() < vocabulary
+
+    def alike(known: Items[Likelihood]) -> bool:
+        kinds = {(one.top_tokens.shape, one.top_logprobs.shape) for one in known}
+        ids = all(0 <= one.token < _MOST and one.top_tokens.dtype == np.int64 for one in known)
+        return ids and len(kinds) < 2 and all(a == b and len(a) == 1 for a, b in kinds)
+
+    memos = [*(one["memo"] for one in live), *(one.memo for one in done)]
+    shortest = min(map(len, tokens), default=saved["reported"])
+    return (
+        len(live) == len(tokens) <= (width if saved["opened"] else 1)
+        and bool(live or done)
+        and may_know(request.strategy, saved["state"])
+        and all(are_ids(ids) for ids in (*tokens, *(one.tokens for one in done)))
+        and all(fits_memo(memo) and alike(last_choices(memo, most)) for memo in memos)
+        and alike(saved["prompt_known"] or ())
+        and all(0 <= one["provisional"] <= len(ids) for one, ids in zip(live, tokens, strict=True))
+        and all(0 <= one < width for one in (*(s["index"] for s in live), *(d.index for d in done)))
+        and all(one.serial >= -1 and one.lineage >= 0 for one in done)
+        and all(one["lineage"] >= 0 for one in live)
+        and len(saved["prompt_known"] or ()) <= request.prompt.length
+        and 0 <= saved["reported"] <= shortest
+        and 0 <= saved["rank"] < _MOST
+    )
+
+
+def resume(group: Group, saved: SavedGroup, table: TokenTable) -> None:
+    """Give the group what was saved; its sequences have lines, and no rows yet."""
     request, prompt = group.request, group.request.prompt
-    tokens: list[np.ndarray] = saved["tokens"]
     visible = request.visible_prompt()
-    try:
-        for name in _OF_GROUP:
-            setattr(group, name, saved[name])
-        group.live = [
-            Sequence(
-                request,
-                line=table.open(np.concatenate([visible, own])),
-                length=prompt.length + len(own),
-                cached=prompt.start,
-                companions=tuple(Companion(one) for one in request.companions),
-                **known,
-            )
-            for own, known in zip(tokens, saved["live"], strict=True)
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise FormatError("a saved generation is damaged", got=error) from error
+    for name in _OF_GROUP:
+        setattr(group, name, saved[name])  # type: ignore[literal-required]
+    group.live = [
+        Sequence(
+            request,
+            line=table.open(np.concatenate([visible, own])),
+            length=prompt.length + len(own),
+            cached=prompt.start,
+            companions=tuple(Companion(one) for one in request.companions),
+            **known,
+        )
+        for own, known in zip(saved["tokens"], saved["live"], strict=True)
+    ]
 
 
 def fingerprint(request: Request) -> str:
-    """Equal for requests of which one can go on where the other was saved."""
+    """Return a text that is equal for requests of which one can go on where the other was saved."""
     digest = hashlib.sha256()
     for prompt in (request.prompt, *request.companions):
         parts = (prompt.ids, prompt.embeds, prompt.positions, prompt.encoder, prompt.mask)
@@ -122,7 +193,7 @@ def _text(value: Any) -> str:
 
 
 def _described(processor: Any) -> str:
-    """The class of a processor or hook, and those of its values that are numbers or text."""
+    """Return the class of a processor or hook, and its values that are numbers or text."""
     named = dataclasses.fields(processor) if dataclasses.is_dataclass(processor) else ()
     values = [getattr(processor, field.name) for field in named]
     plain = [value for value in values if isinstance(value, (bool, int, float, str, tuple))]

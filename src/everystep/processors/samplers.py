@@ -26,7 +26,7 @@ from everystep.processors.stacking import LEAST_KEPT, Argument, Counts, Numbers,
 from everystep.processors.warpers import but_for_best
 from everystep.types import Rows, Scores
 from everystep.types.request import places_of
-from everystep.types.stored import stored
+from everystep.types.stored import remembered, stored
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,6 @@ def _numbers(rows: Rows) -> Tensor:
     return draws.uniform("xtc", places)
 
 
-_KEY = "mirostat"
-
-
 @stored("mirostat")
 class _Choice(NamedTuple):
     """The limit where the prefix has `length` ids, and the surprises (n,) of the kept `tokens`,
@@ -149,6 +146,9 @@ class _Choice(NamedTuple):
         place = int(np.searchsorted(self.tokens, token))
         kept = place < len(self.tokens) and self.tokens[place] == token
         return float(self.surprises[place]) - tau if kept else 0.0
+
+
+_KEY = remembered("mirostat", tuple[_Choice, ...])
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from everystep.config import Effective
 from everystep.config.effective import for_rows
 from everystep.engine.collect import kept_rows
 from everystep.engine.draft_model import DraftModel
-from everystep.errors import RequestError
+from everystep.errors import CapacityError, RequestError
 from everystep.nn.network import Heard
 from everystep.processors.base import UserProcessor
 from everystep.processors.order import Facts, build
@@ -200,6 +200,17 @@ def _most_new(options: Options, inputs: Inputs, context: int | None) -> int:
             do="Shorten the prompt, or set max_new_tokens",
         )
     return default if context is None else min(default, context - prompt)
+
+
+def require_room(length: int, context: int | None) -> None:
+    """Raise CapacityError where so many positions leave no room in what the model was made for."""
+    if context is not None and length >= context:
+        raise CapacityError(
+            "the prompt fills the model's context",
+            wanted=f"fewer than {context} tokens",
+            got=length,
+            do="Shorten the prompt, or take a model with a longer context",
+        )
 
 
 def _require_places(model: Subject, drafter: Drafter | None, inputs: Inputs, new: int) -> None:

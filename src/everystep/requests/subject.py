@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, Protocol
 
 import torch
@@ -68,6 +68,11 @@ class Subject(Protocol):
         `quantization`: how its rows will keep what they hold, None for full precision. `layers`: it
         runs the first so many layers alone, None for all.
         """
+
+    @abstractmethod
+    def digest(self, adapters: Iterable[str] = ()) -> str:
+        """Return a text that is equal for models that compute the same, bit for bit, also with
+        these adapters; RequestError where there is none of such a name."""
 
     # --- what follows from the core ---------------------------------------------------------------
 

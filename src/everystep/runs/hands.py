@@ -20,7 +20,7 @@ from everystep.nn.modes import inference_mode
 from everystep.requests.arrays import as_numbers
 from everystep.requests.inputs import Inputs
 from everystep.requests.options import Options
-from everystep.requests.prepare import Call, prepare
+from everystep.requests.prepare import Call, prepare, require_room
 from everystep.requests.subject import Subject
 from everystep.runs.steps import Sight
 from everystep.strategies import Beam
@@ -86,7 +86,10 @@ class Rules:
 
     def request(self, model: Subject, given: int, name: str) -> Request:
         """Return the request of a run with so many given ids, for which there is more room."""
-        effective = self.options.effective.replaced("call", max_new_tokens=self.room + given)
+        new, effective = self.room + given, self.options.effective
+        if effective.max_new_tokens is None and effective.source("max_length") == "default":
+            new = min(new, self._left(model) or new)
+        effective = effective.replaced("call", max_new_tokens=new)
         (made,) = prepare(model, replace(self.options, effective=effective), self.inputs).requests
         keeps, beside, strategy = is_one(made), self.first.companions, made.strategy
         if isinstance(strategy, Beam):
@@ -101,6 +104,14 @@ class Rules:
             linger=keeps,
             keeps=keeps,
         )
+
+    def _left(self, model: Subject) -> int | None:
+        """Return how many positions the model was made for after the prompt, None for any."""
+        return None if model.context is None else model.context - self.first.prompt.length
+
+    def require_room(self, model: Subject, length: int) -> None:
+        """Raise CapacityError where so many ids after the prompt fill the model's context."""
+        require_room(self.first.prompt.length + length, model.context)
 
 
 def is_one(request: Request) -> bool:

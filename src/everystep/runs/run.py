@@ -36,7 +36,7 @@ from everystep.requests.keywords import PromptOptions
 from everystep.requests.prompts import PromptLike
 from everystep.requests.subject import Subject
 from everystep.runs.hands import Asked, Hands, Rules, is_one, over, read_ids, require_changeable
-from everystep.runs.saved import NO_TRAIL, RunState, Trail, write_run
+from everystep.runs.saved import NO_TRAIL, RunState, Trail, require_possible, write_run
 from everystep.runs.steps import Explanation, Step, explained
 from everystep.shown import table
 from everystep.strategies import Beam, BestOf, Greedy, Sample
@@ -100,7 +100,10 @@ class Run:
         request = rules[-1][1].request(model, len(state.trail.given), "0")
         group = hands.restore(request, state.group)
         session = sessions[-1][1]
-        return cls(model, session, state.passed, rules, hands, group, state.trail)
+        run = cls(model, session, state.passed, rules, hands, group, state.trail)
+        require_possible(state, len(run.tokens), alone=is_one(request))
+        rules[-1][1].require_room(model, max(state.trail.given, default=-1) + 1)
+        return run
 
     def __repr__(self) -> str:
         state = "ended" if over(self._group) else "open"
@@ -230,7 +233,9 @@ class Run:
                 raise RequestError("there is no such position", wanted=wanted, got=shown(position))
             position %= len(tokens)
             try:
-                return self._hands.explaining(lambda: self._explained(position, tokens, rivals, index))
+                return self._hands.explaining(
+                    lambda: self._explained(position, tokens, rivals, index)
+                )
             finally:
                 self._hands.catch_up()
 
@@ -336,9 +341,7 @@ class Run:
         own = read_ids(self.model, self.tokenizer, ids)
         with self._hands.lock:
             tokens = self._whole("send")
-            self._reopen(
-                [*tokens, *own], {*self._given, *range(len(tokens), len(tokens) + len(own))}
-            )
+            self._give(len(tokens), own, [*tokens, *own])
 
     def edit(self, position: int, ids: Items[int] | str) -> None:
         """Put these ids in the place of as many others, from this position on; what follows stays,
@@ -354,7 +357,12 @@ class Run:
                     do="Use send for ids that are to follow",
                 )
             tokens[position : position + len(own)] = own
-            self._reopen(tokens, {*self._given, *range(position, position + len(own))}, position)
+            self._give(position, own, tokens)
+
+    def _give(self, position: int, own: list[int], tokens: list[int]) -> None:
+        """Go on after these tokens, in which those from this position on were given."""
+        self._rules[-1][1].require_room(self.model, len(tokens))
+        self._reopen(tokens, {*self._given, *range(position, position + len(own))}, position)
 
     def rewind(self, n: int = 1) -> None:
         """Take the last `n` ids back and go on from there; the run draws the same again unless
@@ -440,7 +448,9 @@ class Run:
             self._hands.require_between("save")
             rules = [(start, one.asked) for start, one in self._rules]
             trail = Trail(self._given, self._memos, self._number, self._shown)
-            state = RunState(self._passed, rules, trail, self._hands.engine.dump(self._group))
+            adapters = tuple(name for name, _ in self._group.request.adapters)
+            dumped = self._hands.engine.dump(self._group)
+            state = RunState(self._passed, rules, adapters, trail, dumped)
             write_run(state, self.model, self.tokenizer, as_path(path))
 
     def _whole(self, what: str) -> list[int]:
@@ -542,7 +552,8 @@ def ranked(group: Group) -> list[Finished]:
 
 def first_of(group: Group) -> Sequence | Finished | None:
     """Return the first sequence of a group, live or done; None before it has any."""
-    return next(iter([*group.live, *group.done]), None)
+    found: list[Sequence | Finished] = [*group.live, *group.done]
+    return found[0] if found else None
 
 
 def known_of(group: Group) -> dict[str, Any]:

@@ -3,17 +3,22 @@
 The file is a safetensors file. Its metadata say in plain text what it is and whose; tensors hold
 the prompt as it was given, and bytes the rest (`types.stored`). No cache row is written: all are
 made again from the ids. Nothing in the file can name code.
+
+A checksum over all of it finds what was changed by accident. Whoever changes the checksum too still
+meets three judges: the kinds of all values (here), what the engine's group may know
+(`engine/snapshot.py`), and what both say of each other (`require_possible`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
@@ -21,20 +26,19 @@ from safetensors.torch import save
 from torch import Tensor
 
 from everystep._version import __version__
-from everystep.bridge.core import ForeignModel
 from everystep.config import GenerationConfig
 from everystep.engine.snapshot import fingerprint
 from everystep.errors import FormatError, RequestError, shown
 from everystep.files.atomic import write_atomic
 from everystep.files.safetensors import read_file
-from everystep.models import Model, weight_digest
+from everystep.nn.digests import add_tensor
 from everystep.requests.options import Prefix
 from everystep.requests.subject import Subject
 from everystep.runs.hands import Asked
 from everystep.types import nobodys
-from everystep.types.stored import from_bytes, to_bytes
+from everystep.types.stored import fits, fits_memo, from_bytes, to_bytes
 
-_FORMAT, _VERSION = "everystep.run", 1
+_FORMAT, _VERSION = "everystep.run", 2
 _PROMPT, _ROW = "prompt.", "row."
 """Before the names of tensors of the prompt; the latter where they stood in a list of one row."""
 _PROBE = "Hello, World! 12.5 naïve Ωμέγα 日本語 🙂\n\t{'a': 1}"
@@ -63,11 +67,12 @@ class RunState:
     """Everything of a run that a file has to hold.
 
     `passed`: the prompt, as it was read. `rules`: from which position on which keywords hold.
-    `group`: what the engine dumped.
+    `adapters`: the names of those that it uses. `group`: what the engine dumped.
     """
 
     passed: Mapping[str, Any]
     rules: Sequence[tuple[int, Asked]]
+    adapters: tuple[str, ...]
     trail: Trail
     group: bytes
 
@@ -86,68 +91,110 @@ def write_run(state: RunState, model: Subject, tokenizer: Any, path: Path) -> No
         "prefix": prefix_digest(state.rules[0][1].options.get("prefix")),
         "group": np.frombuffer(state.group, np.uint8),
     }
-    metadata = {
-        "format": _FORMAT,
-        "version": str(_VERSION),
-        "everystep": __version__,
-        "model": model_digest(model),
-        "tokenizer": tokenizer_digest(tokenizer),
-        "pass_again": " ".join(absent),
-    }
     tensors = {"state": torch.frombuffer(bytearray(to_bytes(stored)), dtype=torch.uint8)}
     for name, value in state.passed.items():
         listed = isinstance(value, list | tuple) and len(value) == 1
         tensors[(_ROW if listed else _PROMPT) + name] = _tensor(name, value[0] if listed else value)
+    metadata = {
+        "format": _FORMAT,
+        "version": str(_VERSION),
+        "everystep": __version__,
+        "model": model.digest(state.adapters),
+        "adapters": json.dumps(state.adapters),
+        "tokenizer": tokenizer_digest(tokenizer),
+        "pass_again": " ".join(absent),
+    }
+    metadata["sha256"] = checksum(tensors, metadata)
     write_atomic(path, save(tensors, metadata))
+
+
+def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """Return the checksum of everything in a file but the checksum itself."""
+    told = sorted((name, said) for name, said in metadata.items() if name != "sha256")
+    digest = hashlib.sha256(json.dumps(told).encode())
+    for name in sorted(tensors):
+        add_tensor(digest, name, tensors[name])
+    return digest.hexdigest()
+
+
+# --- what is read ---------------------------------------------------------------------------------
+
+
+class Written(TypedDict):
+    """What the bytes of a run hold: `rules` with the keywords that could be written, the names of
+    those that could not, and the seed."""
+
+    rules: list[tuple[int, tuple[dict[str, Any], list[str], Any]]]
+    given: list[int]
+    memos: dict[int, dict[str, Any]]
+    number: int
+    shown: list[int]
+    prefix: str | None
+    group: np.ndarray
 
 
 def read_run(file: Path, model: Subject, tokenizer: Any, again: Mapping[str, Any]) -> RunState:
     """Read what was saved; `again` has the keywords whose values could not be written.
 
-    FormatError: the file is damaged, or of a newer version. RequestError: it is a run of another
+    FormatError: the file is damaged, or of another version. RequestError: it is a run of another
     model, tokenizer, prefix or version of everystep, or a keyword is missing or one too many.
     """
-    tensors, metadata = read_file(file)
-    _check_owner(file, metadata, model, tokenizer)
-    prompt: dict[str, Any] = {}
-    for name in tensors.names():
-        if name.startswith(_PROMPT):
-            prompt[name.removeprefix(_PROMPT)] = tensors.load(name)
-        elif name.startswith(_ROW):
-            prompt[name.removeprefix(_ROW)] = [tensors.load(name)]
-    state: Any = from_bytes(tensors.load("state").numpy().tobytes())
-    try:
-        absent = sorted({name for _, (_, missing, _) in state["rules"] for name in missing})
-        _check_again(absent, again)
-        _check_prefix(state["prefix"], again)
-        rules = [
-            (start, Asked({**_revived(plain), **{name: again[name] for name in missing}}, seed))
-            for start, (plain, missing, seed) in state["rules"]
-        ]
-        trail = Trail(
-            frozenset(state["given"]), state["memos"], state["number"], frozenset(state["shown"])
+    weights, metadata = read_file(file)
+    _check_version(file, metadata)
+    tensors = {name: weights.load(name) for name in weights.names()}
+    if metadata.get("sha256") != checksum(tensors, metadata):
+        raise FormatError(
+            f"{file} is damaged",
+            wanted="the bytes that were saved",
+            got="others: the checksum differs",
+            do="Take another copy of the file",
         )
-        return RunState(prompt, rules, trail, state["group"].tobytes())
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise FormatError(f"{file} is damaged", got=f"{type(error).__name__}: {error}") from error
+    adapters = _adapters(file, metadata)
+    _check_owner(file, metadata, model, tokenizer, adapters)
+    written = _written(file, tensors.pop("state", torch.empty(0)))
+    absent = sorted({name for _, (_, missing, _) in written["rules"] for name in missing})
+    if metadata.get("pass_again") != " ".join(absent):
+        raise _damaged(file, "pass_again")
+    _check_again(absent, again)
+    _check_prefix(written["prefix"], again)
+    rules = [
+        (start, Asked({**_revived(file, plain), **{name: again[name] for name in missing}}, seed))
+        for start, (plain, missing, seed) in written["rules"]
+    ]
+    given, shown_before = frozenset(written["given"]), frozenset(written["shown"])
+    trail = Trail(given, written["memos"], written["number"], shown_before)
+    group = written["group"].tobytes()
+    return RunState(_prompt(file, tensors), rules, adapters, trail, group)
 
 
-def _check_owner(file: Path, metadata: Mapping[str, str], model: Subject, tokenizer: Any) -> None:
-    """Raise an error unless the file is a run of this model, tokenizer and version."""
+def _check_version(file: Path, metadata: Mapping[str, str]) -> None:
+    """Raise FormatError unless the file holds a run in the form that is written today."""
     if metadata.get("format") != _FORMAT:
         got = metadata.get("format", "another safetensors file")
         raise FormatError(f"{file} holds no saved run", wanted=_FORMAT, got=got)
     version = metadata.get("version", "")
-    if not version.isdigit() or int(version) > _VERSION:
+    if version != str(_VERSION):
+        digits = version.isascii() and version.isdigit()
+        age = "an older" if digits and int(version[:9]) < _VERSION else "a newer"
         raise FormatError(
-            f"{file} was written by a newer everystep",
+            f"{file} was written by {age} everystep",
             wanted=f"a saved run of version {_VERSION}",
             got=version,
-            do=f"Resume it with everystep {metadata.get('everystep', 'as new as that')}",
+            do=f"Resume it with everystep {metadata.get('everystep', 'of that time')}",
         )
+
+
+def _check_owner(
+    file: Path,
+    metadata: Mapping[str, str],
+    model: Subject,
+    tokenizer: Any,
+    adapters: tuple[str, ...],
+) -> None:
+    """Raise RequestError unless the file is a run of this model, tokenizer and version."""
     expected = {
         "everystep": (__version__, "version of everystep"),
-        "model": (model_digest(model), "model"),
+        "model": (model.digest(adapters), "model"),
         "tokenizer": (tokenizer_digest(tokenizer), "tokenizer"),
     }
     for name, (own, what) in expected.items():
@@ -158,6 +205,66 @@ def _check_owner(file: Path, metadata: Mapping[str, str], model: Subject, tokeni
                 got=own[:16],
                 do=f"Resume it with the {what} that it was saved with",
             )
+
+
+def _adapters(file: Path, metadata: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of the adapters that the run uses."""
+    try:
+        names = json.loads(metadata.get("adapters", ""))
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, "adapters") from error
+    if not fits(names, list[str]):
+        raise _damaged(file, "adapters")
+    return tuple(names)
+
+
+def _written(file: Path, state: Tensor) -> Written:
+    """Return what the bytes hold, all of it of the kinds that are written."""
+    if state.dtype != torch.uint8 or state.dim() != 1:
+        raise _damaged(file, "state")
+    written = from_bytes(state.numpy().tobytes())
+    if not fits(written, Written):
+        raise _damaged(file, "state")
+    found = cast(Written, written)
+    starts = [start for start, _ in found["rules"]]
+    group = found["group"]
+    for part, possible in (
+        ("rules", starts[:1] == [0] and all(a < b for a, b in pairwise(starts))),
+        ("keywords", all(fits(plain, dict[str, Any]) for _, (plain, _, _) in found["rules"])),
+        ("memos", 0 in found["memos"] and all(map(fits_memo, found["memos"].values()))),
+        ("number", 0 <= found["number"] < 2**62),
+        ("group", group.dtype == np.uint8 and group.ndim == 1),
+    ):
+        if not possible:
+            raise _damaged(file, part)
+    return found
+
+
+def _prompt(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the prompt as it was given."""
+    prompt: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if name.startswith(_PROMPT):
+            prompt[name.removeprefix(_PROMPT)] = tensor
+        elif name.startswith(_ROW):
+            prompt[name.removeprefix(_ROW)] = [tensor]
+        else:
+            raise _damaged(file, name)
+    return prompt
+
+
+def require_possible(state: RunState, count: int, *, alone: bool) -> None:
+    """Raise FormatError unless a run with so many ids may have come this way; `alone`: it has one
+    sequence, so that ids may have been given."""
+    places = (*state.trail.given, *(start for start, _ in state.rules), *state.trail.memos)
+    fixed = not state.trail.given and len(state.rules) == 1 and {*state.trail.memos} == {0}
+    within = all(0 <= one <= count for one in places) and count not in state.trail.given
+    if not within or not (alone or fixed):
+        raise FormatError("the saved run is damaged", got="positions that it does not have")
+
+
+def _damaged(file: Path, part: str) -> FormatError:
+    return FormatError(f"{file} is damaged", got=f"no possible {part}")
 
 
 def _check_again(absent: Sequence[str], again: Mapping[str, Any]) -> None:
@@ -206,11 +313,14 @@ def _plain(asked: Asked) -> tuple[dict[str, Any], list[str], int]:
     return plain, missing, asked.seed
 
 
-def _revived(plain: Mapping[str, Any]) -> dict[str, Any]:
+def _revived(file: Path, plain: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords as they were passed."""
     found = dict(plain)
-    if isinstance(found.get("generation_config"), dict):
-        found["generation_config"] = GenerationConfig(**found["generation_config"])
+    said = found.get("generation_config")
+    if isinstance(said, dict):
+        if not fits(said, dict[str, Any]):
+            raise _damaged(file, "generation_config")
+        found["generation_config"] = GenerationConfig(**said)
     return found
 
 
@@ -234,26 +344,6 @@ def _tensor(name: str, value: Any) -> Tensor:
 
 
 # --- whose it is ----------------------------------------------------------------------------------
-
-
-# Weights are read once, unless they can change.
-_KNOWN: WeakKeyDictionary[Model, str] = WeakKeyDictionary()
-
-
-def model_digest(model: Subject) -> str:
-    """Return a text that is equal for models whose runs can be exchanged."""
-    weights = _weights(model.core)
-    how = f"{weights} {model.core.dtype} {model.cache_dtype}"
-    return hashlib.sha256(how.encode()).hexdigest()
-
-
-def _weights(core: Model | ForeignModel) -> str:
-    if isinstance(core, ForeignModel):
-        return core.digest()
-    known = None if core.learns else _KNOWN.get(core)
-    if known is None:
-        known = _KNOWN[core] = weight_digest(core)
-    return known
 
 
 def prefix_digest(prefix: Any) -> str | None:

@@ -22,6 +22,7 @@ __all__ = [
     "DecidesLate",
     "Reads",
     "Strategy",
+    "may_know",
     "strategy",
     "strategy_named",
     "strategy_names",
@@ -89,6 +90,12 @@ def _require_one(name: str, kinds: list[type]) -> None:
             got=f"{first.__qualname__} and {other.__qualname__}",
             do="Give one of them another name",
         )
+
+
+def may_know(strategy: Strategy, state: object) -> bool:
+    """Return whether a group of the strategy may have this state; any where it does not say."""
+    knows: Callable[[object], bool] | None = getattr(strategy, "knows", None)
+    return knows is None or knows(state)
 
 
 def undrawable() -> FinishReason:

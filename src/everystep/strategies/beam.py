@@ -179,6 +179,10 @@ class Beam(BeamSettings):
         spent = np.array([[best < NEVER / 2]])
         return bank.settle(np.array([[best]], np.float32) / judged, spent, self)[0]
 
+    def knows(self, state: object) -> bool:
+        """Return whether one of its groups may have this bank, or none before anything ended."""
+        return state is None or (isinstance(state, BeamBank) and state.holds(self.slots))
+
     def rivals(self, group: Group) -> tuple[list[Sequence], list[Finished]]:
         """Return the live beams that can still get among the `returns` best, and the finished."""
         best = self.best(group)[: self.returns]
@@ -247,6 +251,14 @@ class BeamBank:
     def joined(cls, banks: list[BeamBank]) -> BeamBank:
         """Join the banks of several requests into one."""
         return cls(*map(np.concatenate, zip(*(bank._arrays for bank in banks), strict=True)))
+
+    def holds(self, width: int) -> bool:
+        """Return whether this is the bank of one search, with so many places."""
+        kinds = ((np.float32, width), (np.bool_, width), (np.int64, width), (np.bool_, 1))
+        return all(
+            one.dtype == dtype and one.shape == (1, count)
+            for one, (dtype, count) in zip(self._arrays, kinds, strict=True)
+        )
 
     def of_requests(self) -> list[BeamBank]:
         """Return the bank of each request."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
 from everystep.errors import RequestError
 from everystep.strategies.base import Batch
 from everystep.types import Finished, FinishReason, Group, Sequence
-from everystep.types.stored import Chain
+from everystep.types.stored import Chain, remembered
 
 NEVER = -1.0e9
+_PATH = remembered("beams", Annotated[Chain, int])
 # A length of 2^31 to this power is still a number.
 _MOST_PENALTY = 32
 NOTHING = Finished(np.empty(0, np.int64), NEVER, FinishReason("length"), 0, 0, {})
@@ -76,7 +77,7 @@ def paths(batch: Batch, width: int, parents: list[int]) -> list[dict[str, object
     found: list[dict[str, object] | None] = []
     for parent in parents:
         beam = batch.groups[parent // width].rank * width + parent % width
-        found.append({"beams": Chain(beam, batch.sequences[parent].memo.get("beams"))})
+        found.append({_PATH: Chain(beam, batch.sequences[parent].memo.get(_PATH))})
     return found
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from everystep.strategies.beams import (
 )
 from everystep.strategies.single import Picked
 from everystep.types import Children, Finished, Group, Scores, Sequence
+from everystep.types.stored import fits
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,14 @@ class BankedBeams(BeamSettings):
             settled=tuple(over),
             states=states,
             held=[frozenset(n for bank in banks for n in bank.serials) for banks in states],
+        )
+
+    def knows(self, state: object) -> bool:
+        """Return whether one of its groups may have these banks, or none before anything ended."""
+        return state is None or (
+            fits(state, tuple[SearchBank, ...])
+            and len(cast(tuple[SearchBank, ...], state)) == self.rounds
+            and all(len(one.scores) == len(one.serials) for one in cast(Any, state))
         )
 
     def banks(self, group: Group) -> tuple[SearchBank, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -60,7 +60,7 @@ class Hooked(NamedTuple):
     None.
     """
 
-    marks: Chain
+    marks: Annotated[Chain, tuple[int, tuple[Any, ...]]]
     length: int
     forced: tuple[int, ...] = ()
     stop: Any = None

@@ -471,6 +471,13 @@ class DecidesLate(Strategy, Protocol):
         """Return the hypotheses that the group's result can still come from."""
 
 
+class WithState(Strategy, Protocol):
+    """A strategy whose groups have a state, which can be saved with them."""
+
+    def knows(self, state: Any) -> bool:
+        """Return whether one of its groups may have this state."""
+
+
 class InRounds(Strategy, Protocol):
     """A strategy with several rounds: in each of them other sequences choose."""
 

@@ -95,7 +95,7 @@ def dense(one: Request) -> list[textbook.Hypothesis]:
     _, network = layout()
     prompt = one.prompt
     if "bbox" in prompt.inputs:
-        embeds = network.embed(torch.from_numpy(prompt.ids)) + network.boxes(prompt.inputs["bbox"])
+        embeds = network.embed(torch.tensor(prompt.ids)) + network.boxes(prompt.inputs["bbox"])
         one = replace(one, prompt=Prompt(prompt.ids, embeds))
     return textbook.generate(one, Prefixes(random_model(PLAIN)))
 

@@ -38,6 +38,12 @@ def parsed(text: str) -> ast.Module:
 
 
 @functools.cache
+def nodes(text: str) -> tuple[ast.AST, ...]:
+    """Every node of the syntax tree of a file's text, walked once for all who read it."""
+    return tuple(ast.walk(parsed(text)))
+
+
+@functools.cache
 def project_files() -> tuple[Path, ...]:
     """Every file that is, or is about to be, under version control; without git, every file."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]

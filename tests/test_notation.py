@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import pytest
 
 from tests.reading import ROOT, comments, docstrings, parsed, sources
-from tests.test_layers import FACE, ORDER
+from tests.structure.imports import FACE
+from tests.test_layers import ORDER
 
 SIZE = r"(?:\.\.\.|\d+|[A-Za-z]\w*)"
 DIMENSION = rf"{SIZE}(?:\s*[-+*/]+\s*{SIZE})*"

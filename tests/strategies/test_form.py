@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from tests.reading import parsed, sources
-from tests.test_layers import dotted, imported_names
+from tests.structure.imports import imported_names
+from tests.test_layers import dotted
 
 LONGEST = 250
 # What strategies and the engine both speak of: nouns, and the type of what `pick` gives.
@@ -43,7 +44,7 @@ def asked_kinds(files: Files) -> list[str]:
     engine = {path: text for path, text in files.items() if path.startswith("engine/")}
     found = []
     for path, text in engine.items():
-        for line, name in imported_names(path, parsed(text)):
+        for line, name in imported_names(path, text):
             if name.startswith("everystep.strategies") and name.split(".")[-1] not in COMMON:
                 found.append(f"{path}:{line} imports {name}")
         found += [f"{path}:{line} {what}" for line, what in questions(parsed(text))]

@@ -13,7 +13,7 @@ import torch
 
 import everystep as es
 from everystep.api.model import LanguageModel
-from everystep.drivers.session import Session
+from everystep.drivers.generated import Reply
 from everystep.engine import Engine, audit
 from everystep.errors import CapacityError, RequestError, UnsupportedError
 from everystep.testing.models import tiny_llama
@@ -243,7 +243,7 @@ def test_a_fork_with_another_seed_draws_something_else(model: LanguageModel) -> 
     ("act", "broken"),
     [
         (lambda run: run.fork(num_beams=3), None),
-        (lambda run: run.fork(), (Session, "trim")),
+        (lambda run: run.fork(), (Reply, "trim")),
         (lambda run: run.explain(1), (Engine, "replace")),
     ],
 )

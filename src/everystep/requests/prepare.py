@@ -202,7 +202,7 @@ def _most_new(options: Options, inputs: Inputs, context: int | None) -> int:
     return default if context is None else min(default, context - prompt)
 
 
-def require_room(length: int, context: int | None) -> None:
+def require_unfilled(length: int, context: int | None) -> None:
     """Raise CapacityError where so many positions leave no room in what the model was made for."""
     if context is not None and length >= context:
         raise CapacityError(

@@ -20,7 +20,7 @@ from everystep.nn.modes import inference_mode
 from everystep.requests.arrays import as_numbers
 from everystep.requests.inputs import Inputs
 from everystep.requests.options import Options
-from everystep.requests.prepare import Call, prepare, require_room
+from everystep.requests.prepare import Call, prepare, require_unfilled
 from everystep.requests.subject import Subject
 from everystep.runs.steps import Sight
 from everystep.strategies import Beam
@@ -111,7 +111,7 @@ class Rules:
 
     def require_room(self, model: Subject, length: int) -> None:
         """Raise CapacityError where so many ids after the prompt fill the model's context."""
-        require_room(self.first.prompt.length + length, model.context)
+        require_unfilled(self.first.prompt.length + length, model.context)
 
 
 def is_one(request: Request) -> bool:

@@ -21,7 +21,6 @@ from everystep.drivers.driver import Driver, Mailbox, is_data, shared_driver
 from everystep.drivers.generated import Reply
 from everystep.engine import Continuous, Engine, Reuse
 from everystep.errors import (
-    CapacityError,
     EverystepError,
     RequestError,
     shown,
@@ -32,7 +31,7 @@ from everystep.requests.absent import OF_TENSORS, refuse_of_rectangles, refuse_r
 from everystep.requests.caches import row_quantization
 from everystep.requests.inputs import Inputs
 from everystep.requests.options import CONFIG_FIELDS, MODEL_INPUTS, Options, read_seeds
-from everystep.requests.prepare import Call, prepare
+from everystep.requests.prepare import Call, prepare, require_unfilled
 from everystep.requests.prompts import Messages as Messages
 from everystep.requests.prompts import PromptLike as PromptLike
 from everystep.requests.prompts import TokenizerLike as TokenizerLike
@@ -195,7 +194,7 @@ class Session:
         inputs: Inputs = replace(read_inputs(self._model, passed, options), number=number)
         _require_one(inputs)
         before = 0 if options.prefix is None else len(options.prefix)
-        _require_room(before + inputs.prompt_width, self._model.context)
+        require_unfilled(before + inputs.prompt_width, self._model.context)
         with inference_mode():
             return completed(self._model, prepare(self._model, options, inputs))
 
@@ -324,16 +323,6 @@ def _require_one(inputs: Inputs) -> None:
     if inputs.batch > 1:
         do = "Pass each row as a prompt of its own, in a list"
         raise RequestError("a prompt has several rows", wanted=1, got=inputs.batch, do=do)
-
-
-def _require_room(length: int, context: int | None) -> None:
-    if context is not None and length >= context:
-        raise CapacityError(
-            "the prompt fills the model's context",
-            wanted=f"fewer than {context} tokens",
-            got=length,
-            do="Shorten the prompt, or take a model with a longer context",
-        )
 
 
 def _count(prompts: Any, what: str) -> int:

@@ -1,7 +1,7 @@
-"""What one step of a run saw and chose, and why: logits, each processor's change, draw, rivals.
+"""Steps of a run, and the reasons for their choices: logits, changes by processors, draw, rivals.
 
-A step keeps the logits that it chose from. What the processors made of them is worked out when
-somebody asks, by running them again, one at a time, on copies of the ids.
+A step keeps the logits that it chose from. The changes by processors are worked out when somebody
+asks, by running them again, one at a time, on copies of the ids.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Spell = Callable[[list[int]], str | None]
 
 
 class ScoreChange(NamedTuple):
-    """What one processor made of the scores: (R, V) before and after it."""
+    """The scores before and after one processor, (R, V) each."""
 
     name: str
     before: Tensor
@@ -38,8 +38,11 @@ class ScoreChange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One hypothesis that came out of a step: whose it is, by the index of the hypothesis that it
-    continues, its own index, its new tokens, its score, and its end if it has one."""
+    """A hypothesis that came out of a step.
+
+    `parent`: the index of the hypothesis that it continues. `index`: its own. `tokens`: the new
+    ones.
+    """
 
     parent: int
     index: int
@@ -73,17 +76,17 @@ class Sight:
 
     @property
     def logits(self) -> Tensor:
-        """(R, V) of the rows that led to tokens."""
+        """The logits (R, V) of the rows that led to tokens."""
         return self._scored.logits[self._rows]
 
     @cached_property
     def scores(self) -> Tensor:
-        """(R, V) what the strategy chose from."""
+        """The scores (R, V) that the strategy chose from."""
         return self._scored.scores.whole().values[self._rows]
 
     @cached_property
     def changes(self) -> tuple[ScoreChange, ...]:
-        """What each processor made of them, in order; the readout is the first where it changed
+        """The change by each processor, in order; the readout comes first where it changed
         something."""
         request, found = self.request, []
         given = self._scored.given.select(self._rows)
@@ -106,7 +109,7 @@ class Sight:
         return tuple(found)
 
     def _prefixes(self) -> tuple[Rows, list[Sequence]]:
-        """The rows as processors saw them, and the sequences that they belong to."""
+        """Return the rows as processors saw them, and the sequences that they belong to."""
         table, sequences = TokenTable(*self._ids.shape), self._scored.layout.sequences
         sources = []
         for one, ids, values in zip(sequences, self._ids, self._values, strict=True):
@@ -118,7 +121,7 @@ class Sight:
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """Who continued whom."""
+        """The hypotheses that came out of the step."""
         children, sequences = self._children, self._scored.layout.sequences
         index = children.index
         return tuple(
@@ -133,14 +136,14 @@ class Sight:
         )
 
     def number(self) -> float | None:
-        """The number in (0, 1) that drew the first row's token; None where nothing was drawn."""
+        """Return the number in (0, 1) that drew the first row's token; None where nothing was drawn."""
         if not isinstance(self.request.strategy, Sample):
             return None
         places = self._scored.batch.places()
         return float(self.request.draws.uniform("choice", places)[int(self._rows[0]), 0])
 
     def layers(self, name: str) -> tuple[Tensor, ...] | None:
-        """Hidden states or attentions of the first sequence, layer by layer, if they were asked
+        """Return hidden states or attentions of the first sequence, layer by layer, if they were asked
         for."""
         held = self._captures.get(0)
         found: tuple[Tensor, ...] | None = None if held is None else getattr(held[1], name)
@@ -177,18 +180,18 @@ class Step:
 
     @property
     def finish(self) -> FinishReason | None:
-        """Why the first sequence ended, if it ended here."""
+        """The reason for which the first sequence ended, if it ended here."""
         return next((event.finish for event in self._own() if event.finish is not None), None)
 
     @property
     def logits(self) -> Tensor | None:
-        """(R, V) logits, one row per live sequence, or per accepted draft; None where no choice was
+        """Logits (R, V), one row per live sequence, or per accepted draft; None where no choice was
         made, as when a run is cancelled."""
         return None if self._sight is None else self._sight.logits
 
     @property
     def scores(self) -> Tensor | None:
-        """(R, V) what the processors made of them: what the choice was made from."""
+        """The scores (R, V) that the choice was made from: the logits after all processors."""
         return None if self._sight is None else self._sight.scores
 
     @property
@@ -203,17 +206,18 @@ class Step:
 
     @property
     def hidden_states(self) -> tuple[Tensor, ...] | None:
-        """(T, E) of the positions fed, embeddings first, with `output_hidden_states=True`."""
+        """Hidden states (T, E) of the positions fed, embeddings first, with
+        `output_hidden_states=True`."""
         return None if self._sight is None else self._sight.layers("layers")
 
     @property
     def attentions(self) -> tuple[Tensor, ...] | None:
-        """(H, T, S) of every layer, with `output_attentions=True`."""
+        """Attentions (H, T, S) of every layer, with `output_attentions=True`."""
         return None if self._sight is None else self._sight.layers("attentions")
 
 
 class Effect(NamedTuple):
-    """What one processor did to the explained token, and how many tokens it ruled out."""
+    """The change of the explained token by one processor, and how many tokens that ruled out."""
 
     name: str
     before: float
@@ -241,7 +245,7 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a token stands where it stands.
+    """The reasons for which a token stands where it stands.
 
     `position` counts the ids after the prompt. `given`: it was not chosen, but sent or edited in.
     `chosen`: the token with its numbers. `effects`: processor by processor. `draw`: None where the
@@ -284,7 +288,7 @@ def _named(one: Rival) -> str:
 def explained(
     sight: Sight, position: int, token: int, spell: Spell, most: int, *, given: bool
 ) -> Explanation:
-    """Why the token came out of this step, by its first row, with the `most` best rivals."""
+    """Explain the token that came out of this step by its first row, with `most` rivals."""
     logits, scores = sight.logits[0].cpu(), sight.scores[0].cpu()
     share = torch.softmax(scores.double(), dim=-1)
 

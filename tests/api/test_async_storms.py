@@ -275,3 +275,33 @@ async def _steps(engine: es.AsyncEngine, enough: Callable[[], bool]) -> None:
     while not enough():
         async for _ in engine.stream(ids(0), max_new_tokens=100, eos_token_id=None, seed=0):
             pass
+
+
+# --- deadlines ------------------------------------------------------------------------------------
+
+
+def test_a_deadline_counts_waiting_in_line_and_being_set_aside(model: LanguageModel) -> None:
+    """One holds the only row; one waits in line, one is set aside: both end at their moment."""
+
+    async def main() -> None:
+        async with es.AsyncEngine(model, max_rows=1, max_events=2) as engine:
+            slow = engine.stream(ids(0), max_new_tokens=60, eos_token_id=None, timeout=0.3)
+            await anext(slow)
+            go = threading.Event()
+
+            def gate(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+                go.wait(60)
+                return scores
+
+            asked: dict[str, Any] = {"max_new_tokens": 2, "eos_token_id": None}
+            holds = engine.stream(ids(1), logits_processor=[gate], **asked)
+            waits = engine.stream(ids(2), timeout=0.05, **asked)
+            await asyncio.sleep(0.4)
+            go.set()
+            (last,) = [event async for event in waits]
+            assert (last.token, last.finish) == (-1, es.FinishReason("time"))
+            assert len([event async for event in holds]) == 2
+            *_, last = [event async for event in slow]
+            assert last.finish == es.FinishReason("time")
+
+    runs(main())

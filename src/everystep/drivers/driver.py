@@ -28,6 +28,7 @@ from everystep.errors import RequestError
 from everystep.executors.native.executor import NativeExecutor
 from everystep.models.model import Model
 from everystep.nn.modes import inference_mode
+from everystep.stops.ends import moment
 from everystep.types import Event, FinishReason, Group, Request
 
 _PATIENCE = 1.0  # seconds after which a waiting thread looks again, should a notice have been lost
@@ -73,6 +74,12 @@ class Mailbox:
         """True once it stands in line no longer."""
         entered = len(self.groups) >= len(self.requests)
         return entered or self.dropped or self.error is not None
+
+    @property
+    def deadline(self) -> float | None:
+        """The first moment at which one of its requests is to end, None without any."""
+        moments = [one.deadline for one in self.requests if one.deadline is not None]
+        return min(moments, default=None)
 
     @property
     def caught_up(self) -> bool:
@@ -123,8 +130,16 @@ class Driver:
         asked = self._departing or self._returning or self._line or self._reported
         scheduler = self.engine.scheduler
         if isinstance(scheduler, Continuous):
-            return bool(asked or scheduler.running or scheduler.waiting)
+            due = self.deadline
+            late = due is not None and moment() >= due
+            return bool(asked or late or scheduler.running or scheduler.waiting)
         return bool(asked or self.engine.pending)
+
+    @property
+    def deadline(self) -> float | None:
+        """The next moment at which a request is to end, whether it runs, waits or is set aside."""
+        boxes = (*list(self._boxes.values()), *list(self._line))
+        return min((one.deadline for one in boxes if one.deadline is not None), default=None)
 
     @property
     def line(self) -> int:
@@ -299,10 +314,17 @@ class Driver:
         while self._returning:
             self._go_on(self._returning[0])
             self._returning.popleft()
+        now = moment() if self.deadline is not None else 0.0
+        for box in list(self._line):
+            # The engine ends it in its next step, with the reason "time".
+            if (due := box.deadline) is not None and now >= due:
+                self._begin(box)
         while self._line and self._has_room():
-            box = self._line[0]
-            self._enter(box)
-            _take_out(self._line, box)
+            self._begin(self._line[0])
+
+    def _begin(self, box: Mailbox) -> None:
+        self._enter(box)
+        _take_out(self._line, box)
 
     def _has_room(self) -> bool:
         """Return whether the engine has rows for the first in line, or it has left."""

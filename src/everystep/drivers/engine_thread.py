@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from weakref import WeakSet
 
 from everystep.drivers.driver import CANCELLED, Driver, Mailbox
@@ -22,6 +22,7 @@ from everystep.drivers.session import Session
 from everystep.errors import CapacityError, RequestError
 from everystep.requests.options import Options
 from everystep.requests.prompts import PromptLike
+from everystep.stops.ends import moment
 from everystep.streamers import Wording
 from everystep.types import Event, FinishReason, Group
 
@@ -64,11 +65,19 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._bell.get()
+                self._wait()
                 while self.driver.busy and not self._closing:
                     self._step()
         finally:
             self.driver.end_all(CANCELLED)
+
+    def _wait(self) -> None:
+        """Wait until somebody rings, or the deadline of one that is set aside has come."""
+        due = self.driver.deadline
+        try:
+            self._bell.get(timeout=None if due is None else max(due - moment(), 0.0))
+        except Empty:
+            return
 
     def _step(self) -> None:
         try:

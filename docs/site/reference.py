@@ -7,9 +7,7 @@ from typing import Any
 import typer
 
 from everystep.cli.app import app
-from everystep.config.fields import FIELDS, Field
-from everystep.config.options import ConfigOptions
-from everystep.requests.keywords import described_keys
+from everystep.config.fields import FIELDS, META, Field
 
 _COMMANDS = """\
 # Commands
@@ -34,15 +32,14 @@ def command_line() -> str:
 
 def options() -> str:
     """A page of Markdown with every field of a generation configuration."""
-    lines = described_keys(ConfigOptions)
     head = ["| option | what it is | values |", "| --- | --- | --- |"]
-    rows = [_option(field, lines[name]) for name, field in FIELDS.items() if name in lines]
+    rows = [_option(field) for name, field in FIELDS.items() if name not in META]
     return "\n".join([_OPTIONS, *head, *rows, ""])
 
 
-def _option(field: Field, meaning: str) -> str:
+def _option(field: Field) -> str:
     wanted = _cell(field.kind.wanted) + ("; one per row" if field.per_row else "")
-    return f"| `{field.name}` | {_cell(meaning)} | {wanted} |"
+    return f"| `{field.name}` | {_cell(field.line)} | {wanted} |"
 
 
 def _command(command: Any, name: str, above: Any) -> list[str]:

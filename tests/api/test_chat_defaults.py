@@ -12,7 +12,7 @@ from everystep.api import chat_defaults
 from everystep.api.chat_defaults import ChatDefaults, chat_defaults_of
 from everystep.config import GenerationConfig
 from everystep.files.sources import DEFAULT_MODEL
-from everystep.requests.options import KEYWORDS
+from everystep.requests.door import KEYWORDS
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 

@@ -18,16 +18,13 @@ from everystep.api.load import LoadOptions
 from everystep.config import FIELDS, META
 from everystep.config.attributes import FieldAttributes
 from everystep.config.options import ConfigOptions, StoredOptions
-from everystep.drivers import session
-from everystep.requests import keywords, pictures
-from everystep.requests import options as call_options
-from everystep.requests.keywords import described_keys, lists_options
-from everystep.speech import options as speech_options
+from everystep.requests import keywords
+from everystep.requests.door import KEYWORDS, Keyword, listed, lists_options
 from everystep.testing.models import tiny_document, tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
+from everystep.testing.typed_dicts import files
 from tests.api.paper import drawn_page
 
-OF_ENCODERS = {*pictures._KEYWORDS, "bbox", "input_features"}
 READ = {"input_ids", "attention_mask", "inputs_embeds", "position_ids"}
 PLAIN: tuple[Any, ...] = (True, 0, 1, 2, 5, 0.0, 0.5, 1.0, 1.5, "x")
 
@@ -70,8 +67,23 @@ def test_the_fields_are_those_of_the_configuration() -> None:
     assert get_type_hints(FieldAttributes) == said
 
 
+def names(*wanted: str) -> set[str]:
+    """The keywords that belong to one of these owners, or that one of these calls takes."""
+
+    def chosen(row: Keyword) -> bool:
+        return row.owner in wanted or not {*wanted}.isdisjoint(row.calls)
+
+    return {row.name for row in KEYWORDS.values() if chosen(row)}
+
+
+@pytest.mark.parametrize("path", files(), ids=str)
+def test_what_is_written_from_the_tables_is_what_they_say(path: Path) -> None:
+    """`scripts/keywords --write` writes it again."""
+    assert path.read_text() == files()[path]
+
+
 def test_calls_about_prompts_take_what_their_type_says() -> None:
-    taken = {*call_options.OBJECTS, *call_options.CONFIG_FIELDS, *session._OF_TEXTS}
+    taken = names("texts")
     assert keys(keywords.PromptOptions) == taken
     assert keys(keywords.TextOptions) == taken - {"seed"}
     open_results = {"num_return_sequences", "return_dict_in_generate", "n_best", "strategy"}
@@ -80,14 +92,14 @@ def test_calls_about_prompts_take_what_their_type_says() -> None:
 
 
 def test_a_call_about_a_rectangle_takes_what_its_type_says() -> None:
-    taken = {*call_options.KEYWORDS, *speech_options.OWN, *OF_ENCODERS}
-    assert keys(keywords.RectangleOptions) | {"tokenizer"} == taken - {"text", "messages"}
+    taken = names("rectangle", "media", "speech") | {"inputs"}
+    assert keys(keywords.RectangleOptions) | {"tokenizer"} == taken
     spelled = {*inspect.signature(es.LanguageModel.generate).parameters}
     assert keys(keywords.ModelOptions) | spelled - {"self", "kwargs", "synced_gpus"} == (
         keys(keywords.RectangleOptions) | {"tokenizer"}
     )
     assert not keys(keywords.ModelOptions) & spelled
-    assert keys(keywords.PromptInputs) == READ | OF_ENCODERS
+    assert keys(keywords.PromptInputs) == READ | names("media")
 
 
 @pytest.mark.parametrize("name", [name for name in FIELDS if name not in META])
@@ -136,13 +148,18 @@ def test_what_loads_a_model_elsewhere_takes_what_load_takes() -> None:
     assert keys(LoadOptions) == {*taken} - {"path", "offline", "progress"}
 
 
-@pytest.mark.parametrize(
-    "options", [keywords.RectangleOptions, keywords.PromptOptions, LoadOptions]
-)
-def test_every_key_has_a_line(options: type) -> None:
-    lines = described_keys(options)
-    assert {*lines} == keys(options)
-    assert all(10 < len(line) < 160 and line.endswith(".") for line in lines.values())
+def test_every_keyword_has_a_line() -> None:
+    rows = [row for row in KEYWORDS.values() if row.owner != "absent"]
+    assert all(10 < len(row.line) < 160 and row.line.endswith(".") for row in rows)
+    assert all(row.elsewhere is not None for row in KEYWORDS.values() if row.owner == "absent")
+
+
+def test_help_lists_what_the_types_have() -> None:
+    assert {row.name for row in listed("texts")} == keys(keywords.PromptOptions)
+    assert {row.name for row in listed("prefill")} == keys(keywords.PromptInputs)
+    assert {row.name for row in listed("rectangle")} == (
+        keys(keywords.RectangleOptions) | {"tokenizer"}
+    )
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -185,4 +202,4 @@ def test_help_ends_with_an_example_that_runs(name: str, tmp_path: Path) -> None:
 def test_without_docstrings_nothing_is_listed() -> None:
     def bare() -> None: ...
 
-    assert lists_options(keywords.TextOptions)(bare).__doc__ is None
+    assert lists_options("texts")(bare).__doc__ is None

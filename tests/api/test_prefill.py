@@ -16,6 +16,7 @@ from everystep.api.prefill import _held
 from everystep.drivers.session import Session
 from everystep.engine import audit
 from everystep.errors import RequestError, UnsupportedError
+from everystep.requests.door import sort
 from everystep.requests.inputs import Inputs
 from everystep.requests.prepare import prepare
 from everystep.requests.reading import read_options
@@ -195,7 +196,7 @@ def test_boxes_of_the_prefix_and_of_what_follows_are_read_once() -> None:
     ids, boxes = WHOLE[0].numpy(), torch.arange(4 * WHOLE.shape[1]).view(-1, 4) % SIDES
 
     def chosen(prompt: Prompt, **given: Any) -> list[int]:
-        options = read_options(model, {**given, **QUIET}, (), None)
+        options = read_options(model, sort("rectangle", model, {**given, **QUIET}), None)
         inputs = Inputs((prompt,), (0,), (0,), width=len(prompt.ids))  # type: ignore[arg-type]
         (request,) = prepare(model, options, inputs).requests
         (done,) = run_together([request], model.executor(request.needs)).results["0"]

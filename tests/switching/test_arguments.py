@@ -21,8 +21,8 @@ from everystep.api.model import LanguageModel
 from everystep.engine import Engine
 from everystep.engine.snapshot import fingerprint
 from everystep.errors import EverystepError
-from everystep.requests.absent import ARGUMENTS_LATER, ARGUMENTS_NEVER
-from everystep.requests.options import CONFIG_FIELDS, MODEL_INPUTS, OBJECTS, OF_RECTANGLES
+from everystep.requests.absent import ARGUMENTS
+from everystep.requests.door import KEYWORDS
 from everystep.testing.models import tiny_llama
 from tests.cli.conftest import call, stage  # noqa: F401  (fixtures)
 from tests.cli.fakes import Stage
@@ -197,8 +197,9 @@ def test_an_argument_that_nobody_knows_is_refused(model: LanguageModel, face: st
 
 
 def test_the_table_holds_every_argument_of_ours() -> None:
-    ours = {*CONFIG_FIELDS, *OBJECTS, *OF_RECTANGLES, *MODEL_INPUTS}
-    assert {*ASKED} == {*ours, *ARGUMENTS_LATER, *ARGUMENTS_NEVER}
+    ours = {row.name for row in KEYWORDS.values() if "rectangle" in row.calls}
+    heard = {row.name for row in KEYWORDS.values() if row.owner == "speech"}
+    assert {*ASKED} == {*ours, *heard, *ARGUMENTS}
 
 
 def test_and_every_argument_of_the_reference() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 from warnings import warn
 
 from torch import nn
@@ -17,12 +17,15 @@ from everystep.drivers.session import KEPT, Session
 from everystep.engine import Continuous, Reuse
 from everystep.errors import RequestError, shown
 from everystep.processors.grammars.source import KINDS
-from everystep.requests.keywords import PromptOptions, lists_options
+from everystep.requests.door import lists_options
 from everystep.requests.options import Options
 from everystep.requests.prompts import PromptLike, TokenizerLike, listed
 from everystep.requests.reading import require_output_object
 from everystep.streamers import Wording
 from everystep.types import Event
+
+if TYPE_CHECKING:
+    from everystep.requests.keywords import PromptOptions
 
 _LONG_TO_READ = (*KINDS, "allowed_sequences")
 """Keywords whose values may take long to read, and so are read where prompts are."""
@@ -73,7 +76,7 @@ class AsyncEngine:
         state = "closed" if self._desk.closed else "open"
         return f"AsyncEngine({self._model!r}, at most {self._max_rows} rows, {state})"
 
-    @lists_options(PromptOptions)
+    @lists_options("texts")
     def stream(self, prompt: PromptLike, **options: Unpack[PromptOptions]) -> AsyncStream:
         """Return the events of one prompt, for `async for`; it is in line when this returns.
 
@@ -83,7 +86,7 @@ class AsyncEngine:
         """
         return AsyncStream(self, self._submit(prompt, options, self._max_events))
 
-    @lists_options(PromptOptions)
+    @lists_options("texts")
     async def generate(self, prompt: PromptLike, **options: Unpack[PromptOptions]) -> Any:
         """Return what `everystep.generate` gives for this prompt; ends it if it is cancelled."""
         follower = self._submit(prompt, options, None)

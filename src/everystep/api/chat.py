@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import nn
 
@@ -11,13 +11,16 @@ from everystep.api.many import generate
 from everystep.api.model import LanguageModel, paired
 from everystep.drivers.session import Messages, TokenizerLike, is_messages
 from everystep.errors import RequestError, shown
-from everystep.requests.keywords import TextOptions, lists_options
+from everystep.requests.door import lists_options
+
+if TYPE_CHECKING:
+    from everystep.requests.keywords import TextOptions
 
 _SEVERAL = ("num_return_sequences", "return_dict_in_generate", "options", "on_error")
 """Keywords of `generate` that lead to something else than one text."""
 
 
-@lists_options(TextOptions)
+@lists_options("texts")
 def chat(
     model: LanguageModel | nn.Module,
     tokenizer: TokenizerLike,

@@ -250,7 +250,8 @@ def see_pictures(
     require_known(ids, model.vocab_size, "input_ids")
     real = read_mask(None if mask is None else mask[:, -ids.shape[1] :], ids.shape)
     rows = [PictureRow(Prompt(ids=own), marks) for own, marks in zip(ids, real, strict=True)]
-    prompts, pictures = read_pictures(vision, {**given, "position_ids": seen.positions}, rows)
+    named = {name: value for name, value in given.items() if value is not None}
+    prompts, pictures = read_pictures(vision, named, rows, placed=seen.positions is not None)
     positions = seen.positions
     if positions is None and all(one.positions is not None for one in prompts):
         positions = torch.stack([one.positions for one in prompts], dim=1)  # type: ignore[misc]

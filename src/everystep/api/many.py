@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from typing import Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from torch import nn
 
@@ -14,16 +14,14 @@ from everystep.drivers.generated import Generated, Results
 from everystep.drivers.session import OptionsLike, Session
 from everystep.drivers.stream import Stream
 from everystep.errors import RequestError, shown
-from everystep.requests.keywords import (
-    PlainTextOptions,
-    RectangleOptions,
-    TextOptions,
-    lists_options,
-)
+from everystep.requests.door import lists_options
 from everystep.requests.prompts import PromptLike, TokenizerLike, Tokenizing, listed
 from everystep.shown import progress_bar
 from everystep.streamers import BeamEvent
 from everystep.types import Event
+
+if TYPE_CHECKING:
+    from everystep.requests.keywords import PlainTextOptions, RectangleOptions, TextOptions
 
 
 @overload
@@ -105,7 +103,7 @@ def generate(
 ) -> Any: ...
 
 
-@lists_options(TextOptions)
+@lists_options("texts")
 def generate(
     model: LanguageModel | nn.Module,
     tokenizer: TokenizerLike | None = None,
@@ -194,7 +192,7 @@ def stream(
 ) -> Stream[Event | BeamEvent]: ...
 
 
-@lists_options(TextOptions)
+@lists_options("texts")
 def stream(
     model: LanguageModel | nn.Module,
     tokenizer: TokenizerLike | None,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from functools import partial
 from os import PathLike
-from typing import Any, NoReturn, Unpack, cast, final
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from everystep.api.subjects import Holder, OwnSubject, WrappedSubject
 from everystep.bridge.core import ForeignModel
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.config import GenerationConfig
-from everystep.drivers.custom import require_loop
+from everystep.drivers.custom import names_of, require_loop
 from everystep.drivers.rectangle import generate
 from everystep.errors import ModelClassError, UnsupportedError
 from everystep.executors.base import Executor
@@ -26,15 +27,19 @@ from everystep.models.load import named_shapes
 from everystep.outputs import compute_transition_scores
 from everystep.requests.absent import refuse_argument
 from everystep.requests.arrays import require
+from everystep.requests.door import KEYWORDS, lists_options, sort
 from everystep.requests.features import PromptInput, require_distinct
-from everystep.requests.keywords import ModelOptions, RectangleOptions, lists_options
-from everystep.requests.options import KEYWORDS
 from everystep.requests.pictures import picture_names
 from everystep.requests.rectangles import with_prompt
 from everystep.requests.subject import Subject
 from everystep.shown import counted, cut
-from everystep.speech.options import is_speech
 from everystep.speech.transcribe import transcribe
+
+if TYPE_CHECKING:
+    from everystep.requests.keywords import ModelOptions
+
+_FREE = ("media", "speech", "absent")
+"""Owners whose keywords may become those of prompt inputs."""
 
 
 @final
@@ -129,7 +134,8 @@ class LanguageModel(Subject):
         if self.is_encoder_decoder:
             what = "a prompt that an encoder reads takes no prompt inputs"
             raise UnsupportedError(what, do="Pass its embeddings as inputs_embeds")
-        taken = (*KEYWORDS, *self.inputs, *picture_names(self))
+        own = [row.name for row in KEYWORDS.values() if row.owner not in _FREE]
+        taken = (*own, *self.inputs, *picture_names(self))
         self._held.given_inputs = require_distinct(inputs, taken)
 
     @property
@@ -262,7 +268,7 @@ class LanguageModel(Subject):
 
     compute_transition_scores = staticmethod(compute_transition_scores)
 
-    @lists_options(RectangleOptions)
+    @lists_options("rectangle")
     def generate(
         self,
         inputs: Tensor | None = None,
@@ -293,9 +299,9 @@ class LanguageModel(Subject):
             >>> batch = tokenizer("Once upon a time", return_tensors="pt")
             >>> ids = model.generate(**batch, max_new_tokens=4)
         """
-        refuse_argument("synced_gpus", synced_gpus)
-        given = {
-            **with_prompt(kwargs, inputs, self.core.source or "input_ids"),
+        if synced_gpus is not None:
+            refuse_argument("synced_gpus", synced_gpus)
+        spelled = {
             "generation_config": generation_config,
             "logits_processor": logits_processor,
             "stopping_criteria": stopping_criteria,
@@ -303,11 +309,21 @@ class LanguageModel(Subject):
             "streamer": streamer,
             "negative_prompt_ids": negative_prompt_ids,
             "negative_prompt_attention_mask": negative_prompt_attention_mask,
-            "custom_generate": require_loop(custom_generate),
+            "custom_generate": custom_generate,
             "assistant_model": assistant_model,
             "tokenizer": tokenizer,
         }
-        return transcribe(self, given) if is_speech(self) else generate(self, given)
+        subject, of_loop = self._held, ()
+        given = {**kwargs, **{name: one for name, one in spelled.items() if one is not None}}
+        if inputs is not None:
+            given = with_prompt(given, inputs, subject.core.source or "input_ids")
+        if custom_generate is not None:
+            of_loop = names_of(require_loop(custom_generate))
+            given["custom_generate"] = partial(custom_generate, self)
+        arguments = sort("rectangle", subject, given, of_loop)
+        if arguments.speech is not None:
+            return transcribe(subject, arguments)
+        return generate(subject, arguments)
 
 
 def wrap(model: Any) -> LanguageModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from os import PathLike
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import nn
@@ -12,13 +12,16 @@ from everystep.api.model import LanguageModel, paired
 from everystep.drivers.session import PromptLike, TokenizerLike
 from everystep.errors import RequestError
 from everystep.files.opening import as_path
-from everystep.requests.keywords import TextOptions, lists_options
+from everystep.requests.door import lists_options
 from everystep.runs.hands import Asked
 from everystep.runs.run import Run
 from everystep.runs.saved import read_run
 
+if TYPE_CHECKING:
+    from everystep.requests.keywords import TextOptions
 
-@lists_options(TextOptions)
+
+@lists_options("texts")
 def open(
     model: LanguageModel | nn.Module,
     tokenizer: TokenizerLike | None = None,
@@ -46,7 +49,7 @@ def open(
     return Run.begun(model, tokenizer, prompt, asked)
 
 
-@lists_options(TextOptions)
+@lists_options("texts")
 def resume(
     path: str | PathLike[str],
     model: LanguageModel | nn.Module,

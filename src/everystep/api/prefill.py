@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import nn
 
@@ -14,11 +14,11 @@ from everystep.drivers.driver import Driver, finished
 from everystep.engine import Engine, Lockstep
 from everystep.errors import RequestError, UnsupportedError
 from everystep.nn.modes import inference_mode
+from everystep.requests.door import KEYWORDS, Arguments, Objects, lists_options, sort
 from everystep.requests.features import Rows, with_features
-from everystep.requests.keywords import PromptInputs, lists_options
-from everystep.requests.options import CONFIG_FIELDS, MODEL_INPUTS, OBJECTS, Prefix
+from everystep.requests.options import Prefix, adapters_of
 from everystep.requests.pictures import Pictures, with_pictures
-from everystep.requests.prefixes import after_prefix, require_whole
+from everystep.requests.prefixes import after_prefix, require_fitting, require_whole
 from everystep.requests.prompts import PromptLike, TokenizerLike, read_prompt
 from everystep.requests.reading import read_options
 from everystep.requests.rectangles import read_inputs
@@ -26,11 +26,14 @@ from everystep.stops.ends import MaxLength
 from everystep.strategies import Greedy
 from everystep.types import Past, Prompt, Request, Wants
 
+if TYPE_CHECKING:
+    from everystep.requests.keywords import PromptInputs
+
 _CHUNK = 1024
 """How many positions are fed at once."""
 
 
-@lists_options(PromptInputs)
+@lists_options("prefill")
 def prefill(
     model: LanguageModel | nn.Module,
     tokenizer: TokenizerLike | None = None,
@@ -65,21 +68,26 @@ def prefill(
         raise RequestError(
             "prefill needs one prompt", wanted="prompt, or inputs by name", got="both or neither"
         )
-    given = {name: value for name, value in inputs.items() if value is not None}
-    _refuse_choices(given)
-    if prompt is not None:
+    if prompt is None:
+        passed = {name: value for name, value in inputs.items() if value is not None}
+        _refuse_choices(passed)
+        given = sort("prefill", model, passed).prompt
+    else:
         given = read_prompt(model, tokenizer, prompt, starts_answer=False, prefix=prefix)
-    if "past_key_values" in given:
+    if given.past_key_values is not None:
         do = "Pass past_key_values to model.generate, or the whole prompt here"
         raise RequestError("a prefix is made from what is fed", got="past_key_values", do=do)
-    beside = {"prefix": prefix, "adapter_names": adapter_names}
-    options = read_options(model, {**given, **beside}, MODEL_INPUTS, tokenizer)
-    read = after_prefix(model, read_inputs(model, given, options), options)
+    asked = Arguments(objects=Objects(prefix=prefix, adapter_names=adapter_names))
+    options = read_options(model, asked, tokenizer)
+    read = read_inputs(model, given, options)
+    if options.prefix is not None:
+        require_fitting(options.prefix, model, read, options)
+        read = after_prefix(options.prefix, model, read)
     if read.batch != 1:
         raise RequestError("a prefix is one row", wanted=1, got=read.batch, do="Make one per row")
     (own,) = read.prompts
     require_whole(own)
-    (adapters,) = options.adapters(1)
+    (adapters,) = adapters_of(options.adapter_names, 1)
     with inference_mode():
         past = _held(model, own, read.values, read.pictures, adapters)
     return Prefix(replace(own, past=None), past, model.core, adapters)
@@ -87,7 +95,8 @@ def prefill(
 
 def _refuse_choices(given: Mapping[str, Any]) -> None:
     """RequestError for keywords that are about tokens, of which none is chosen here."""
-    if others := [name for name in given if name in CONFIG_FIELDS or name in OBJECTS]:
+    known = ((name, KEYWORDS.get(name)) for name in given)
+    if others := [name for name, row in known if row and row.owner in ("field", "object")]:
         raise RequestError(
             "nothing is chosen while a prefix is fed",
             wanted="what is read, and adapter_names",
@@ -115,7 +124,7 @@ def _held(
         adapters=adapters,
     )
     requests = with_features(model.prompt_inputs, (request,), values, model.width)
-    (request,) = with_pictures(model, requests, pictures)
+    (request,) = with_pictures(model, requests, pictures) if any(pictures) else requests
     engine = Engine(model.executor(request.needs), Lockstep(_CHUNK))
     (group,) = finished(Driver(engine), (request,))
     (past,) = group.pasts

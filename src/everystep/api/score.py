@@ -23,8 +23,9 @@ from everystep.errors import RequestError, shown
 from everystep.nn.modes import inference_mode
 from everystep.outputs import TokenLogprobs
 from everystep.requests.arrays import as_numbers, require_known
+from everystep.requests.door import Arguments, Objects
 from everystep.requests.inputs import EncoderSource
-from everystep.requests.options import MODEL_INPUTS, Options
+from everystep.requests.options import Options, adapters_of
 from everystep.requests.prompts import PromptLike, TokenizerLike, is_messages, listed, read_prompt
 from everystep.requests.reading import read_options, require_count
 from everystep.requests.rectangles import read_inputs
@@ -142,8 +143,9 @@ def score(
     before = _each_after(after, len(rows))
     window, stride = _sizes(model, window, stride)
     require_count("best", best, model.vocab_size)
-    options = read_options(model, {"adapter_names": adapter_names}, MODEL_INPUTS, tokenizer)
-    (adapters,) = options.adapters(1)
+    asked = Arguments(objects=Objects(adapter_names=adapter_names))
+    options = read_options(model, asked, tokenizer)
+    (adapters,) = adapters_of(adapter_names, 1)
     pairs = zip(rows, before, strict=True)
     read = [_read(model, tokenizer, text, own, options) for text, own in pairs]
     found: list[list[TokenLogprobs]] = [[] for _ in rows]

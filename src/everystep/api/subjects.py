@@ -167,7 +167,8 @@ class OwnSubject(Holder):
 
     @property
     def prompt_inputs(self) -> tuple[PromptInput, ...]:
-        return self.given_inputs or own_inputs(self._core.encoders)
+        encoders = self._core.encoders
+        return self.given_inputs or (own_inputs(encoders) if encoders else ())
 
     @property
     def adapters(self) -> tuple[str, ...]:

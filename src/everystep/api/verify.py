@@ -19,7 +19,6 @@ from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.nn.modes import inference_mode
 from everystep.requests.inputs import EncoderSource
-from everystep.requests.keywords import lists_options
 from everystep.shown import cut, table
 from everystep.types import Prompt, Verb, Work
 
@@ -120,7 +119,6 @@ class Verification:
         return _picture(self)
 
 
-@lists_options(LoadOptions)
 def verify(
     path: Source = DEFAULT_MODEL,
     *,
@@ -135,6 +133,14 @@ def verify(
     `offline`: whether nothing may be fetched. Needs `everystep[transformers]`. Raises
     UnsupportedError without it, FormatError where transformers cannot read the checkpoint, and
     what `es.load` raises.
+
+    Options:
+
+        dtype: The type of the weights; without it a folder's own.
+        quantize: "auto" keeps a file's codes; "int8" and "int4" round weights; None undoes codes.
+        cache_dtype: The type of keys and values: "float32", "float16" or "int8".
+        device: Where the weights lie.
+        executor: What runs the steps: "auto", "native" or "torch".
 
     Example:
 

@@ -12,7 +12,7 @@ from everystep.errors import EverystepError
 from everystep.executors.native import status
 from everystep.memory import memory_left
 from everystep.models.load import step_bytes
-from everystep.requests.needs import row_bytes
+from everystep.requests.prepare import row_bytes
 
 
 def model_findings(path: Path, speed: float) -> list[Finding]:

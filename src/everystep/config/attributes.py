@@ -1,4 +1,7 @@
-"""The fields of a generation configuration as its attributes: None where nothing was said."""
+"""The fields of a generation configuration as its attributes, None where unsaid.
+
+Written by `scripts/keywords` from `fields.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from everystep.config.nested import CompileConfig, Watermark
-from everystep.config.options import CacheName
 
 
 class FieldAttributes:
-    """The attributes of a configuration, as type checkers know them; `options.py` explains them."""
+    """What type checkers know of a configuration's attributes."""
 
     max_length: int | None
     max_new_tokens: int | None
@@ -32,7 +34,22 @@ class FieldAttributes:
     length_penalty: float | None
     low_memory: bool | None
     use_cache: bool | None
-    cache_implementation: CacheName | None
+    cache_implementation: (
+        Literal[
+            "dynamic",
+            "static",
+            "offloaded",
+            "offloaded_static",
+            "quantized",
+            "paged",
+            "sliding_window",
+            "hybrid",
+            "hybrid_chunked",
+            "offloaded_hybrid",
+            "offloaded_hybrid_chunked",
+        ]
+        | None
+    )
     cache_config: Mapping[str, Any] | None
     max_cache_len: int | None
     prefill_chunk_size: int | None

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from everystep.config.fields import FIELDS, META, unknown_name
+from everystep.config.fields import FIELDS, META, PER_ROW, unknown_name
 from everystep.config.generation import GenerationConfig
 from everystep.config.rules import judge
 from everystep.errors import RequestError
@@ -75,7 +75,7 @@ def for_rows(effective: Effective, rows: int) -> list[Effective]:
 
     Raise RequestError if a field has values for another number of rows.
     """
-    lists = {n: v for n, v in effective.items() if FIELDS[n].per_row and isinstance(v, list)}
+    lists = {n: effective[n] for n in PER_ROW if isinstance(effective[n], list)}
     for name, values in lists.items():
         if len(values) != rows:
             raise RequestError(
@@ -92,9 +92,13 @@ def for_rows(effective: Effective, rows: int) -> list[Effective]:
     ]
 
 
+_DEFAULTS = {name: field.default for name, field in FIELDS.items() if name not in META}
+_BY_DEFAULT: dict[str, Source] = dict.fromkeys(_DEFAULTS, "default")
+
+
 def merge_configs(
     call: Mapping[str, Any],
-    passed: GenerationConfig | None = None,
+    passed: object = None,
     checkpoint: GenerationConfig | None = None,
 ) -> Effective:
     """Return the values that hold for a call with the keywords `call`.
@@ -103,21 +107,18 @@ def merge_configs(
     cannot be, that nothing can be generated with, or that the caller set and that contradict each
     other.
     """
-    passed = None if passed is None else GenerationConfig.of(passed)
-    checkpoint = None if checkpoint is None else GenerationConfig.of(checkpoint)
-    values = {name: field.default for name, field in FIELDS.items() if name not in META}
-    sources: dict[str, Source] = dict.fromkeys(values, "default")
+    own = None if passed is None else GenerationConfig.of(passed)
+    values, sources = dict(_DEFAULTS), dict(_BY_DEFAULT)
     layers: list[tuple[Source, GenerationConfig | None]]
-    layers = [("checkpoint", checkpoint), ("config", passed)]
+    layers = [("checkpoint", checkpoint), ("config", own)]
     for source, config in layers:
-        said = {} if config is None else config.to_diff_dict()
-        for name in said.keys() & values.keys():
-            values[name], sources[name] = said[name], source
+        for name, value in () if config is None else config.said():
+            values[name], sources[name] = value, source
     for name, value in call.items():
         if name not in values:
             raise unknown_name(name, "generate() knows no argument")
         values[name] = FIELDS[name].neutral if value is None else FIELDS[name].read(value)
         sources[name] = "call"
     given = {name for name, value in call.items() if value is not None}
-    caller = given | ({*passed.caller_set} - {*call} if passed else set())
+    caller = given | ({*own.caller_set} - {*call} if own else set())
     return Effective(values, sources, judge(values, caller), frozenset(caller))

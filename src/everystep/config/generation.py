@@ -40,6 +40,7 @@ from everystep.files.opening import as_path
 from everystep.files.sources import read_settings
 
 CONFIG_NAME = "generation_config.json"
+_PLAIN = (bool, int, float, str)
 # Where a model's config keeps the settings of its decoder alone.
 _INNER_CONFIGS = ("decoder", "generator", "text_config")
 
@@ -85,6 +86,11 @@ class GenerationConfig(FieldAttributes):
     def __repr__(self) -> str:
         said = ", ".join(f"{name}={value!r}" for name, value in self._said().items())
         return f"GenerationConfig({said})"
+
+    def said(self) -> list[tuple[str, Any]]:
+        """Return copies of the values that were set, of fields that say how to generate."""
+        own = [(name, self.__dict__[name]) for name in FIELDS if name not in META]
+        return [(n, v if type(v) in _PLAIN else copy.deepcopy(v)) for n, v in own if v is not None]
 
     def _said(self) -> dict[str, Any]:
         """Return the values in which two configurations may differ."""

@@ -24,19 +24,22 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Kind:
-    """`accepts` says whether a plain value passes; `stored` is the form in which it is kept."""
+    """`accepts` says whether a plain value passes; `stored` makes the form in which it is kept;
+    `type` is what type checkers know of it, as source."""
 
     wanted: str
     accepts: Callable[[Any], bool]
     stored: Callable[[Any], Any] = _same
+    type: str = "Any"
 
     def checked(self, value: Any, name: str, do: str | None = None) -> Any:
         """Return the value as it is kept.
 
         Raise RequestError, which calls it `name`, if it does not pass.
         """
-        require(self.accepts(value), name, self.wanted, value, do)
-        return self.stored(value)
+        if not self.accepts(value):
+            require(False, name, self.wanted, value, do)
+        return value if self.stored is _same else self.stored(value)
 
 
 def require(holds: bool, name: str, wanted: str, got: object, do: str | None = None) -> None:
@@ -99,13 +102,14 @@ def _as_lists(value: Any) -> Any:
 def integer(least: int | None = None) -> Kind:
     """Return the kind of whole numbers, from `least` on."""
     if least is None:
-        return Kind("an integer", is_integer)
-    return Kind(f"an integer of at least {least}", lambda v: is_integer(v) and v >= least)
+        return Kind("an integer", is_integer, type="int")
+    wanted = f"an integer of at least {least}"
+    return Kind(wanted, lambda v: is_integer(v) and v >= least, type="int")
 
 
 def number(wanted: str, passes: Callable[[float], bool]) -> Kind:
     """Return the kind of real numbers that pass a test."""
-    return Kind(wanted, lambda value: is_number(value) and passes(value), _within_64_bits)
+    return Kind(wanted, lambda value: is_number(value) and passes(value), _within_64_bits, "float")
 
 
 def _within_64_bits(value: Any) -> Any:
@@ -113,20 +117,28 @@ def _within_64_bits(value: Any) -> Any:
     return value if not isinstance(value, Integral) or is_integer(value) else float(value)
 
 
-def list_of(wanted: str, passes: Callable[[Any], bool], least: int = 0) -> Kind:
+def list_of(
+    wanted: str, passes: Callable[[Any], bool], least: int = 0, type: str = "Sequence[Any]"
+) -> Kind:
     """Return the kind of lists of at least `least` values, all of which pass a test."""
-    return Kind(wanted, lambda value: is_list(value, passes, least), _as_lists)
+    return Kind(wanted, lambda value: is_list(value, passes, least), _as_lists, type)
 
 
 def one_of(*names: Any) -> Kind:
     """Return the kind of a few values; True is not taken for 1."""
     wanted = "one of " + ", ".join(repr(name) for name in names)
-    return Kind(wanted, lambda v: any(type(v) is type(name) and v == name for name in names))
+    texts = ", ".join(f'"{name}"' for name in names if isinstance(name, str))
+    kinds = ["bool"] * any(isinstance(name, bool) for name in names)
+    return Kind(
+        wanted,
+        lambda v: any(type(v) is type(name) and v == name for name in names),
+        type=" | ".join([*kinds, *([f"Literal[{texts}]"] if texts else [])]),
+    )
 
 
 COUNT = integer(0)
 SIZE = integer(1)
-FLAG = Kind("True or False", lambda value: isinstance(value, bool))
+FLAG = Kind("True or False", lambda value: isinstance(value, bool), type="bool")
 NUMBER = number("a number", lambda _: True)
 POSITIVE = number("a number above 0", lambda value: value > 0)
 NOT_NEGATIVE = number("a number of at least 0", lambda value: value >= 0)
@@ -139,44 +151,53 @@ AT_LEAST_1 = number("a number of at least 1", lambda value: 1 <= value < math.in
 NAMED = Kind(
     "a mapping of names to values",
     lambda value: isinstance(value, Mapping) and all(isinstance(name, str) for name in value),
+    type="Mapping[str, Any]",
 )
-TEXT = Kind("a string", lambda value: isinstance(value, str))
+TEXT = Kind("a string", lambda value: isinstance(value, str), type="str")
 TEXTS = Kind(
     "a string or a list of strings, none of them empty",
     lambda v: v != "" and is_list([v] if isinstance(v, str) else v, _is_text, least=1),
     _as_lists,
+    "str | Sequence[str]",
 )
 TOKENS = Kind(
     "a token id or a list of token ids",
     lambda value: is_integer(value) or is_list(value, is_integer),
     _as_lists,
+    "int | Sequence[int]",
 )
-IDS = list_of("a list of token ids", _is_id)
+IDS = list_of("a list of token ids", _is_id, type="Sequence[int]")
 ONE_OR_MORE_IDS = Kind(
     "a token id or a list of token ids, from 0 on", lambda v: all(map(_is_id, _ids(v))), _ids
 )
-WORDS = list_of("a non-empty list of non-empty lists of token ids", _is_word, least=1)
+WORDS = list_of(
+    "a non-empty list of non-empty lists of token ids", _is_word, 1, "Sequence[Sequence[int]]"
+)
 FORCED_WORDS = list_of(
     "a list of words (lists of token ids) or of lists of alternative words",
     lambda value: _is_word(value) or is_list(value, _is_word, least=1),
-    least=1,
+    1,
+    "Sequence[Sequence[int] | Sequence[Sequence[int]]]",
 )
 LAYERS = Kind(
     "'low', 'high' or a list of layer indices",
     lambda value: value in ("low", "high") or is_list(value, is_integer, least=1),
     _as_lists,
+    'Literal["low", "high"] | Sequence[int]',
 )
 DECAY = Kind(
     "a pair (start, factor) of an integer of at least 0 and a number above 0",
     lambda v: is_list(v, is_number) and len(v) == 2 and _is_id(v[0]) and v[1] > 0,
     tuple,
+    "tuple[int, float]",
 )
 MAPPING = Kind(
     "a dict with strings as keys",
     lambda value: isinstance(value, Mapping) and all(isinstance(key, str) for key in value),
     dict,
+    "Mapping[str, Any]",
 )
-OBJECTS = Kind("a list", lambda value: isinstance(value, list | tuple), list)
+OBJECTS = Kind("a list", lambda value: isinstance(value, list | tuple), list, "Sequence[Any]")
 SAMPLERS = (
     *("temperature", "top_n_sigma", "top_h", "top_k", "top_p", "min_p", "typical_p"),
     *("epsilon_cutoff", "eta_cutoff", "xtc", "mirostat"),
@@ -185,9 +206,12 @@ SAMPLER_ORDER = Kind(
     "a list of different names among " + ", ".join(SAMPLERS),
     lambda v: is_list(v, lambda name: name in SAMPLERS, least=1) and len({*v}) == len(v),
     list,
+    "Sequence[str]",
 )
 BREAKERS = list_of(
-    "a list of non-empty strings and token ids", lambda value: _is_text(value) or _is_id(value)
+    "a list of non-empty strings and token ids",
+    lambda value: _is_text(value) or _is_id(value),
+    type="Sequence[str | int]",
 )
 
 
@@ -228,6 +252,7 @@ BIASES = Kind(
         and all(_is_word(ids) and _is_bias(bias) for ids, bias in pairs)
     ),
     lambda value: {tuple(int(token) for token in ids): float(bias) for ids, bias in _pairs(value)},
+    "Mapping[tuple[int, ...], float] | Sequence[Sequence[Any]]",
 )
 
 
@@ -244,5 +269,8 @@ def _biased(value: Any) -> dict[int, float] | None:
 
 
 LOGIT_BIAS = Kind(
-    "a non-empty dict {token id: finite number}", lambda value: _biased(value) is not None, _biased
+    "a non-empty dict {token id: finite number}",
+    lambda value: _biased(value) is not None,
+    _biased,
+    "Mapping[int, float]",
 )

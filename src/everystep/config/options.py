@@ -1,8 +1,7 @@
-"""The fields of a generation configuration as the keywords of a call: type and meaning of each.
+"""The fields of a generation configuration, as keywords, for type checkers.
 
-The one place that describes them: type checkers and editors read the annotations, help() and the
-reference pages the line under each. What a value may be at run time is in `fields.py`, and a test
-compares the two. `None` stands for what a field has where nothing was said.
+Written by `scripts/keywords` from `fields.py`. `None` stands for what a field
+has where nothing was said.
 """
 
 from __future__ import annotations
@@ -12,16 +11,10 @@ from typing import Any, Literal, TypedDict
 
 from everystep.config.nested import CompileConfig, Watermark
 
-CacheName = Literal[
-    "dynamic", "static", "offloaded", "offloaded_static", "quantized", "paged", "sliding_window",
-    "hybrid", "hybrid_chunked", "offloaded_hybrid", "offloaded_hybrid_chunked",
-]  # fmt: skip
-
 
 class FieldOptions(TypedDict, total=False):
     """The fields that leave open neither how many results there are nor of which class."""
 
-    # How long.
     max_length: int | None
     """Ids in the whole sequence, prompt included, at most; 20 unless set."""
     max_new_tokens: int | None
@@ -36,7 +29,6 @@ class FieldOptions(TypedDict, total=False):
     """Seconds after which a sequence ends."""
     stop_strings: str | Sequence[str] | None
     """Texts that end a sequence; needs the tokenizer."""
-    # How tokens are chosen.
     do_sample: bool | None
     """Whether tokens are drawn, not only ranked; False unless set."""
     num_beams: int | None
@@ -59,10 +51,24 @@ class FieldOptions(TypedDict, total=False):
     """Beams: exponent of the length that divides a score; 1.0 unless set."""
     low_memory: bool | None
     """Contrastive search and beams in smaller batches."""
-    # What is kept.
     use_cache: bool | None
     """Keep keys and values instead of computing them anew; True unless set."""
-    cache_implementation: CacheName | None
+    cache_implementation: (
+        Literal[
+            "dynamic",
+            "static",
+            "offloaded",
+            "offloaded_static",
+            "quantized",
+            "paged",
+            "sliding_window",
+            "hybrid",
+            "hybrid_chunked",
+            "offloaded_hybrid",
+            "offloaded_hybrid_chunked",
+        ]
+        | None
+    )
     """How keys and values are kept."""
     cache_config: Mapping[str, Any] | None
     """Settings of the cache."""
@@ -70,7 +76,6 @@ class FieldOptions(TypedDict, total=False):
     """Positions that a static cache has room for."""
     prefill_chunk_size: int | None
     """Prompt positions fed at once at most."""
-    # What becomes of the scores.
     temperature: float | Sequence[float] | None
     """What scores are divided by before sampling; 1.0 unless set."""
     top_k: int | Sequence[int] | None
@@ -119,7 +124,6 @@ class FieldOptions(TypedDict, total=False):
     """Classifier-free guidance against a negative prompt."""
     watermarking_config: Watermark | Mapping[str, Any] | None
     """Mark the text so that it can be recognised."""
-    # None of these is a field of transformers, which ignores them in a file.
     presence_penalty: float | None
     """What every generated id loses; 0.0 unless set."""
     frequency_penalty: float | None
@@ -150,7 +154,6 @@ class FieldOptions(TypedDict, total=False):
     """Exponent of that entropy; 1.0 unless set."""
     sampler_order: Sequence[str] | None
     """Samplers that come first, in this order."""
-    # What is returned.
     output_attentions: bool | None
     """Return attention weights."""
     output_hidden_states: bool | None
@@ -159,7 +162,6 @@ class FieldOptions(TypedDict, total=False):
     """Return scores, processors applied; False unless set."""
     output_logits: bool | None
     """Return logits as the model gave them."""
-    # Tokens with a meaning.
     pad_token_id: int | None
     """The id that fills rows up."""
     bos_token_id: int | None
@@ -168,7 +170,6 @@ class FieldOptions(TypedDict, total=False):
     """The id or ids that end a sequence."""
     decoder_start_token_id: int | Sequence[int] | None
     """Encoder-decoder: the first id, or one per row."""
-    # How tokens are drafted.
     is_assistant: bool | None
     """The model drafts for another."""
     num_assistant_tokens: int | None
@@ -195,7 +196,6 @@ class FieldOptions(TypedDict, total=False):
     """Drafts of a sequence that are verified together, a tree; 1 unless set."""
     speculation_type: Literal["dflash"] | None
     """Kind of drafting model."""
-    # How it is computed.
     compile_config: CompileConfig | Mapping[str, Any] | None
     """How forwards are compiled."""
     disable_compile: bool | None
@@ -214,7 +214,7 @@ class ConfigOptions(FieldOptions, total=False):
 
 
 class StoredOptions(ConfigOptions, total=False):
-    """The content of a configuration, where it comes from included."""
+    """What a configuration holds, where it comes from included."""
 
     _from_model_config: bool | None
     """Made from a model's config, not from a file of its own."""

@@ -377,12 +377,15 @@ _OTHERS = (
 )
 
 RULES = (*_SAMPLING, *_BEAMS, *_CONSTRAINTS, *_SINGLE, *_CACHING, *_OTHERS)
+_IMPOSSIBLE = tuple(rule for rule in RULES if rule.level == "impossible")
+_CONFLICTS = tuple(rule for rule in RULES if rule.level != "impossible")
 
 
 def refuse_impossible(values: Values) -> None:
     """Raise RequestError, with the first reason, unless something can be generated as asked."""
-    for rule in RULES:
-        if rule.level == "impossible" and rule.clash(values):
+    for rule in _IMPOSSIBLE:
+        said = (name for name in (rule.decides, rule.loses) if values[name] is not None)
+        if any(values[name] != FIELDS[name].default for name in said) and rule.clash(values):
             raise RequestError(rule.text(values))
 
 
@@ -393,8 +396,8 @@ def judge(values: Values, caller: Collection[str]) -> tuple[str, ...]:
     """
     refuse_impossible(values)
     notices = []
-    for rule in RULES:
-        if rule.level == "impossible" or rule.loses not in caller or not rule.clash(values):
+    for rule in _CONFLICTS:
+        if rule.loses not in caller or not rule.clash(values):
             continue
         if rule.level == "conflict" and rule.decides in caller:
             raise RequestError(rule.text(values))

@@ -32,19 +32,22 @@ def completed(model: Subject, call: Call) -> Call:
         call = prepare(model, call.options, inputs, runs=call.runs)
     source = call.inputs.source
     if source is None:
-        declared, values = model.prompt_inputs, call.inputs.values
-        read = with_features(declared, call.requests, values, model.width)
-        return replace(call, requests=with_pictures(model, read, call.inputs.pictures))
-    heard = tuple(Heard() for _ in source.prompts) if call.options.captures else ()
+        requests, values, pictures = call.requests, call.inputs.values, call.inputs.pictures
+        if declared := model.prompt_inputs:
+            requests = with_features(declared, requests, values, model.width)
+        if any(pictures):
+            requests = with_pictures(model, requests, pictures)
+        return call if requests is call.requests else replace(call, requests=requests)
+    heard = tuple(Heard() for _ in source.prompts) if call.captures else ()
     states = encoder_states(model, source, heard)
     if not source.places:
         call = replace(call, inputs=replace(call.inputs, source=source.encoded(states, heard)))
-    requests = []
+    heard_by = []
     for request, state in zip(call.requests, states, strict=True):
         companions = tuple(replace(one, encoder=state) for one in request.companions)
         prompt = replace(request.prompt, encoder=state)
-        requests.append(replace(request, prompt=prompt, companions=companions))
-    return replace(call, requests=tuple(requests), heard=heard)
+        heard_by.append(replace(request, prompt=prompt, companions=companions))
+    return replace(call, requests=tuple(heard_by), heard=heard)
 
 
 def encoder_states(

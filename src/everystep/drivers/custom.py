@@ -27,19 +27,20 @@ from torch import Tensor
 from everystep.config import GenerationConfig
 from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.processors.pipeline import apply
-from everystep.requests.options import MODEL_INPUTS, OBJECTS, OF_RECTANGLES
+from everystep.requests.door import Arguments
 from everystep.requests.prepare import Call
+from everystep.requests.subject import Subject
 from everystep.stops.criteria import by_hand
 from everystep.types import Request, Rows, Scores, Sequence, TokenTable
 
 Loop = Callable[..., Any]
-_OFFERED = ("streamer", "tokenizer")
 
 
-def require_loop(value: Any) -> Loop | None:
-    """The caller's loop, if any; UnsupportedError for the name of a repository."""
-    if value is None or callable(value):
-        return value
+def require_loop(value: Any) -> Loop:
+    """The caller's loop; UnsupportedError for the name of a repository."""
+    if callable(value):
+        loop: Loop = value
+        return loop
     raise UnsupportedError(
         "custom_generate names code to be fetched and run, which this library never does",
         wanted="a function of (model, input_ids, logits_processor, stopping_criteria, "
@@ -50,43 +51,43 @@ def require_loop(value: Any) -> Loop | None:
     )
 
 
-def take_own(loop: Loop, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Takes out of `kwargs` what the loop names and no other loop has, and returns it."""
+def names_of(loop: Loop) -> tuple[str, ...]:
+    """The names of what the loop takes beside the model and its ids."""
     try:
-        named = list(inspect.signature(loop).parameters)[2:]
+        return tuple(inspect.signature(loop).parameters)[2:]
     except (TypeError, ValueError) as error:
         what = "the arguments of custom_generate are not known"
         do = "Pass a function of (model, input_ids, ...)"
         raise RequestError(what, wanted="a function of Python", got=shown(loop), do=do) from error
-    known = {*MODEL_INPUTS, *OBJECTS, *OF_RECTANGLES}
-    return {name: kwargs.pop(name) for name in named if name in kwargs and name not in known}
 
 
-def run_loop(model: Any, call: Call, given: dict[str, Any], own: dict[str, Any]) -> Any:
-    """What the caller's loop makes of the call; it fills the call's cache, if there is one."""
-    loop: Loop = given["custom_generate"]
+def run_loop(subject: Subject, call: Call, loop: Loop, given: Arguments) -> Any:
+    """What the caller's loop, which has its model already, makes of the call; it fills the call's
+    cache, if there is one."""
     e = call.options.effective
     width = int(max(e.num_beams or 1, e.num_return_sequences or 1))
     rows = [request for request in call.requests for _ in range(width)]
-    ids = torch.from_numpy(call.inputs.table(call.options.fill)).repeat_interleave(width, dim=0)
-    named = inspect.signature(loop).parameters
-    offered = {n: given[n] for n in _OFFERED if n in named and given.get(n) is not None}
+    ids = torch.from_numpy(call.inputs.table(call.options.ends.fill)).repeat_interleave(
+        width, dim=0
+    )
+    named, beside = inspect.signature(loop).parameters, given.beside
+    offered: dict[str, Any] = {"streamer": beside.streamer, "tokenizer": beside.tokenizer}
+    offered = {n: one for n, one in offered.items() if n in named and one is not None}
     if "streamer" in offered:
         offered["streamer"].put(ids)
     cached: dict[str, Any] = {"use_cache": call.cache is not None}
     if call.cache is not None:
-        passed = given.get("past_key_values")
-        cached["past_key_values"] = model.core.returned_cache(call.cache, passed)
+        passed = given.prompt.past_key_values
+        cached["past_key_values"] = subject.core.returned_cache(call.cache, passed)
     return loop(
-        model,
-        ids.to(model.device),
+        ids.to(subject.device),
         logits_processor=partial(_process, rows),
         stopping_criteria=by_hand(rows[0].stops),
         generation_config=_config(call),
         **_inputs(call, width),
         **cached,
         **offered,
-        **own,
+        **beside.of_loop,
     )
 
 
@@ -100,11 +101,11 @@ def refuse_unseen(call: Call) -> None:
         ("named inputs", any(one.inputs or one.whole for one in call.inputs.prompts)),
         ("prompt inputs", bool(call.inputs.values) or any(call.inputs.pictures)),
         ("prefix", call.options.prefix is not None),
-        ("hooks", bool(call.options.hooks)),
-        ("amateur_model", call.options.contrast is not None),
-        ("n_best", call.options.n_best is not None),
-        ("best_of", call.options.best_of is not None),
-        ("strategy", call.options.strategy is not None),
+        ("hooks", bool(call.options.steering.hooks)),
+        ("amateur_model", call.options.choosing.contrast is not None),
+        ("n_best", call.options.choosing.n_best is not None),
+        ("best_of", call.options.choosing.best_of is not None),
+        ("strategy", call.options.choosing.strategy is not None),
     ):
         if asked:
             raise UnsupportedError(
@@ -160,8 +161,8 @@ def _config(call: Call) -> GenerationConfig:
     visible = call.options.effective.max_length - call.inputs.embeds_width
     config = GenerationConfig(**{**values, "max_length": visible})
     tensors = {
-        "_eos_token_tensor": call.options.eos or None,
-        "_pad_token_tensor": call.options.pad,
+        "_eos_token_tensor": call.options.ends.eos or None,
+        "_pad_token_tensor": call.options.ends.pad,
         "_bos_token_tensor": call.options.effective.bos_token_id,
     }
     found: dict[str, Any] = {

@@ -104,7 +104,7 @@ class Reply:
             text = self.text(ids)
             if trim is not None:
                 text = Trimmer(*trim).finish(text, done.reason.matched)
-            asked = self.options.logprobs
+            asked = self.options.recording.logprobs
             known = None if asked is None else choice_logprobs(done.memo, len(ids))
             counts = length, group.cached_tokens
             found = done.reason, done.score, *counts, known, of_prompt

@@ -19,8 +19,9 @@ from everystep.config import GenerationConfig
 from everystep.drivers.driver import Driver, finished
 from everystep.engine import Engine, Lockstep
 from everystep.engine.decided import results_of
+from everystep.requests.door import Arguments, Objects, PromptValues
 from everystep.requests.inputs import Inputs
-from everystep.requests.options import MODEL_INPUTS, Options
+from everystep.requests.options import Options
 from everystep.requests.prepare import prepare
 from everystep.requests.reading import read_options
 from everystep.requests.rectangles import read_inputs
@@ -38,7 +39,7 @@ def healed(model: Subject, inputs: Inputs, options: Options) -> Inputs:
     vocabulary = {piece: token for piece, token in known.items() if token < model.vocab_size}
     read = [prompt.ids.tolist() for prompt in inputs.prompts if prompt.ids is not None]
     stripped = [_stripped(ids, options.tokenizer) for ids in read]
-    rows = [_healed_row(model, ids, vocabulary, options.fill) for ids in stripped]
+    rows = [_healed_row(model, ids, vocabulary, options.ends.fill) for ids in stripped]
     width = max(len(row) for row in rows)
     pads = tuple(width - len(row) for row in rows)
     prompts = tuple(Prompt(ids=np.array(row)) for row in rows)
@@ -60,15 +61,10 @@ def _healed_row(model: Subject, ids: list[int], vocabulary: dict[str, int], pad:
     if len(ids) == 1 or len(bias) < 2:
         return ids
     start = torch.tensor([ids[:-1]])
-    given = {
-        "input_ids": start,
-        "attention_mask": torch.ones_like(start),
-        "generation_config": GenerationConfig(
-            max_new_tokens=1, pad_token_id=pad, sequence_bias=bias
-        ),
-        "token_healing": False,
-    }
-    options = read_options(model, given, MODEL_INPUTS, None)
+    config = GenerationConfig(max_new_tokens=1, pad_token_id=pad, sequence_bias=bias)
+    asked = Arguments({"token_healing": False}, Objects(generation_config=config))
+    given = PromptValues(input_ids=start, attention_mask=torch.ones_like(start))
+    options = read_options(model, asked, None)
     (request,) = prepare(model, options, read_inputs(model, given, options)).requests
     (group,) = finished(Driver(Engine(model.executor(request.needs), Lockstep())), (request,))
     return [*ids[:-1], *results_of(group)[0].tokens.tolist()]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from everystep.cache.containers import Cache
 from everystep.drivers.complete import completed
-from everystep.drivers.custom import refuse_unseen, run_loop, take_own
+from everystep.drivers.custom import refuse_unseen, require_loop, run_loop
 from everystep.drivers.driver import Driver, Mailbox, freed
 from everystep.engine import Engine, Lockstep
 from everystep.engine.collect import Collector
@@ -30,9 +30,10 @@ from everystep.outputs import (
 )
 from everystep.requests.arrays import require
 from everystep.requests.caches import fill_cache, hide_past, read_cache, with_seen
+from everystep.requests.door import Arguments
 from everystep.requests.inputs import EncoderSource, Inputs
-from everystep.requests.options import MODEL_INPUTS, OF_RECTANGLES, Options
-from everystep.requests.pictures import Held
+from everystep.requests.options import NO_RECORDING, Ends, Options
+from everystep.requests.pictures import NOTHING_HELD, Held
 from everystep.requests.prepare import Call, prepare
 from everystep.requests.reading import cut_by_default, read_options, require_output_object
 from everystep.requests.rectangles import read_inputs, with_negative
@@ -43,47 +44,61 @@ from everystep.types import Event, Finished, Group
 _READ_OUT = 512  # positions whose logits are read out at once for prompt_logprobs
 
 
-def generate(model: Subject, given: dict[str, Any]) -> Any:
+def generate(model: Subject, given: Arguments) -> Any:
     """New tokens after every row; a (rows, length) tensor, or an output object on request.
 
-    `given`: every keyword of `model.generate` by name.
+    `given`: what was passed to `model.generate`.
     """
-    streamer = require("streamer", given.get("streamer"), "put", "end")
-    loop = given.get("custom_generate")
-    own = {} if loop is None else take_own(loop, given)
+    beside = given.beside
+    streamer: Any = beside.streamer
+    if streamer is not None:
+        require("streamer", streamer, "put", "end")
+    loop = None if beside.custom_generate is None else require_loop(beside.custom_generate)
     options, inputs, past = read_call(model, given)
     call = prepare(model, options, inputs, past, "lockstep" if loop is None else "loop")
     if loop is not None:
         refuse_unseen(call)
     notices = call.options.effective.notices
-    for notice in (*notices, *_padding_notices(given, inputs, options)):
+    if given.prompt.attention_mask is None and inputs.batch > 1:
+        notices += _padding_notices(given.prompt.input_ids, options.ends)
+    for notice in notices:
         warnings.warn(notice, stacklevel=3)
     delivery = None if streamer is None else _delivery(call, streamer)
     with inference_mode():
         call = completed(model, call)
         if loop is None:
-            return _run(model, call, delivery, given.get("past_key_values"))
+            return _run(model, call, delivery, given.prompt.past_key_values)
     with torch.no_grad():
-        return run_loop(model, call, given, own)
+        return run_loop(model, call, loop, given)
 
 
-def read_call(model: Subject, given: dict[str, Any]) -> tuple[Options, Inputs, Cache | None]:
-    """What the keywords of a call say: its options, its inputs, and the cache it continues from."""
-    beside = (*MODEL_INPUTS, *OF_RECTANGLES)
-    options = read_options(model, given, beside, given.get("tokenizer"))
-    require_output_object(options)
-    past = read_cache(given, options.effective, model)
-    passed, seen = hide_past(given, None if model.is_encoder_decoder else past)
-    inputs = with_seen(read_inputs(model, passed, options, Held.by(past, seen)), seen)
-    return options, with_negative(model, given, inputs, options), past
+def read_call(model: Subject, given: Arguments) -> tuple[Options, Inputs, Cache | None]:
+    """What the arguments of a call say: its options, its inputs, and the cache that it continues
+    from."""
+    prompt = given.prompt
+    options = read_options(model, given, given.beside.tokenizer)
+    if options.recording is not NO_RECORDING:
+        require_output_object(options)
+    past = seen = None
+    if prompt.past_key_values is not None:
+        past = read_cache(prompt.past_key_values, options.effective, model)
+        if not model.is_encoder_decoder:
+            prompt, seen = hide_past(prompt, past)
+    held = NOTHING_HELD if past is None else Held.by(past, seen)
+    inputs = read_inputs(model, prompt, options, held)
+    if seen is not None:
+        inputs = with_seen(inputs, seen)
+    if (prompt.negative_prompt_ids, prompt.negative_prompt_attention_mask) != (None, None):
+        scale = options.effective.guidance_scale
+        inputs = with_negative(model, prompt, inputs, options.ends, scale)
+    return options, inputs, past
 
 
-def _padding_notices(given: dict[str, Any], inputs: Inputs, options: Options) -> tuple[str, ...]:
+def _padding_notices(ids: object, ends: Ends) -> tuple[str, ...]:
     """The warning to a caller whose prompts look padded in a way that cannot be recognised."""
-    ids, mask = given.get("input_ids"), given.get("attention_mask")
-    if ids is None or mask is not None or inputs.batch == 1 or options.pad not in options.eos:
+    if ids is None or ends.pad not in ends.eos:
         return ()
-    edges = torch.as_tensor(ids)[:, [0, -1]] == options.pad
+    edges = torch.as_tensor(ids)[:, [0, -1]] == ends.pad
     if not edges.any() or edges.all():
         return ()
     return (
@@ -105,32 +120,35 @@ def _delivery(call: Call, streamer: Any) -> Delivery:
             got=f"{rows} prompts and num_return_sequences={strategy.returns}",
             do="Use es.stream, or leave the streamer out",
         )
-    returns, fill = strategy.returns, call.options.fill
+    returns, fill = strategy.returns, call.options.ends.fill
     return Delivery(streamer, rows, returns, fill, Wording(tokenizer))
 
 
 def _run(model: Subject, call: Call, delivery: Delivery | None, passed: Any) -> Any:
     e = call.options.effective
-    cached = e.use_cache is not False
+    cached, returned = e.use_cache is not False, e if e.return_dict_in_generate else None
     collector = Collector(
         slots=call.inputs.batch * call.kept_rows,
         width=call.kept_rows,
-        scores=call.options.returns("output_scores"),
-        logits=call.options.returns("output_logits"),
-        captures=call.options.captures,
-        windows=model.windows,
+        scores=returned is not None and bool(returned.output_scores),
+        logits=returned is not None and bool(returned.output_logits),
+        captures=call.captures,
+        windows=model.windows if returned is not None else (),
     )
     # What the layers of a prompt show is one piece, so it is fed as one piece where that is wanted;
     # and without a cache nothing of an earlier chunk would be left.
     whole = collector.captures or not cached
-    lockstep = Lockstep(chunk=None if whole else _chunk(call), shares=cached)
+    chunk: int | None = None if whole else e.prefill_chunk_size
+    if call.options.recording.prompt_logprobs is not None and not whole:
+        chunk = _chunk(chunk, call.inputs.batch)
+    lockstep = Lockstep(chunk=chunk, shares=cached)
     needs = frozenset().union(*(request.needs for request in call.requests))
     executor = model.executor(needs, call.quantization)
     observers = (collector,) if collector.keeps else ()
     engine = Engine(executor, lockstep, observers, early=delivery is not None)
     driver = Driver(engine)
     box = driver.submit(call.requests)
-    groups, prompts = box.groups, call.inputs.table(call.options.fill)
+    groups, prompts = box.groups, call.inputs.table(call.options.ends.fill)
     opened = nullcontext() if delivery is None else delivery.open(prompts)
     with freed(driver, box), opened:
         timings = _loop(driver, box, delivery, cached=cached)
@@ -146,7 +164,7 @@ def _run(model: Subject, call: Call, delivery: Delivery | None, passed: Any) -> 
             return _sequences(call, finished, model.device)
         out = _output(call, groups, finished, collector, model.device)
     out.past_key_values = past
-    if own is not None and call.options.legacy_cache:
+    if own is not None and call.options.recording.legacy_cache:
         out.past_key_values = own.to_legacy_cache()
     out.timings = timings
     if call.requests[0].drafter is not None:
@@ -156,13 +174,10 @@ def _run(model: Subject, call: Call, delivery: Delivery | None, passed: Any) -> 
     return out
 
 
-def _chunk(call: Call) -> int | None:
-    """How many positions of a row are fed at once. A prompt whose logprobs are wanted is read out
-    at every position, (positions, V) logits a step, so those are bounded."""
-    asked: int | None = call.options.effective.prefill_chunk_size
-    if call.options.prompt_logprobs is None:
-        return asked
-    bound = max(1, _READ_OUT // call.inputs.batch)
+def _chunk(asked: int | None, rows: int) -> int:
+    """How many positions of a row are fed at once where its prompt's logprobs are wanted: it is
+    read out at every position, (positions, V) logits a step, so those are bounded."""
+    bound = max(1, _READ_OUT // rows)
     return bound if asked is None else min(bound, asked)
 
 
@@ -202,7 +217,7 @@ def _loop(
 
 def _sequences(call: Call, finished: list[Finished], device: torch.device) -> Tensor:
     """(B * returns, length) int64: pads, prompt, new tokens, then pad ids up to the longest."""
-    width, fill = call.inputs.width, call.options.fill
+    width, fill = call.inputs.width, call.options.ends.fill
     prompts = call.inputs.table(fill).repeat(call.strategy.returns, axis=0)
     longest = max(len(done.tokens) for done in finished)
     table = np.pad(prompts, ((0, 0), (0, longest)), constant_values=fill)
@@ -243,9 +258,9 @@ def _output(
     fields["new_tokens"] = new = [done.tokens.tolist() for done in finished]
     if tokenizer is not None:
         fields["text"] = [tokenizer.decode(ids, skip_special_tokens=True) for ids in new]
-    if call.options.logprobs is not None:
+    if call.options.recording.logprobs is not None:
         fields["logprobs"] = [choice_logprobs(done.memo, len(done.tokens)) for done in finished]
-    if call.options.prompt_logprobs is not None:
+    if call.options.recording.prompt_logprobs is not None:
         fields["prompt_logprobs"] = [prompt_logprobs(group) for group in groups]
     fields["prompt_length"] = inputs.prompt_width
     fields["cached_tokens"] = [group.cached_tokens for group in groups]

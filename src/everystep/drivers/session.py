@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from everystep.config import GenerationConfig, is_configuration
+from everystep.config import FIELDS, META, GenerationConfig, is_configuration
 from everystep.draws import seed_of
 from everystep.drivers.complete import completed
 from everystep.drivers.driver import Driver, Mailbox, is_data, shared_driver
@@ -27,17 +27,18 @@ from everystep.errors import (
 )
 from everystep.models.model import Model
 from everystep.nn.modes import inference_mode
-from everystep.requests.absent import OF_TENSORS, refuse_of_rectangles, refuse_rectangular
+from everystep.requests.absent import refuse_rectangular
 from everystep.requests.caches import row_quantization
+from everystep.requests.door import NOTHING_BESIDE, PromptValues, sort
 from everystep.requests.inputs import Inputs
-from everystep.requests.options import CONFIG_FIELDS, MODEL_INPUTS, Options, read_seeds
+from everystep.requests.options import NO_RECORDING, Options, read_seeds
 from everystep.requests.prepare import Call, prepare, require_unfilled
 from everystep.requests.prompts import Messages as Messages
 from everystep.requests.prompts import PromptLike as PromptLike
 from everystep.requests.prompts import TokenizerLike as TokenizerLike
 from everystep.requests.prompts import is_messages as is_messages
 from everystep.requests.prompts import listed as listed
-from everystep.requests.prompts import read_prompt, refuse_inputs
+from everystep.requests.prompts import read_prompt
 from everystep.requests.reading import read_options, require_output_object
 from everystep.requests.rectangles import read_inputs
 from everystep.requests.strategies import strategy_of
@@ -46,7 +47,6 @@ from everystep.types import Event, Group, Request
 
 OptionsLike = Mapping[str, Any] | GenerationConfig
 
-_OF_TEXTS = ("add_generation_prompt", "trim_stop_strings", "cache_salt")
 _ROWS = 32
 _INSIDE = _ROWS + 8  # prompts in an engine: the fewer wait there, the sooner come other threads'
 _TOKEN_BUDGET = 1024
@@ -113,19 +113,21 @@ class Session:
 
     def _read(self, given: Mapping[str, Any]) -> Options:
         """What is asked for a prompt by these keywords."""
-        refuse_inputs(self._model, given)
-        refuse_of_rectangles(given)
-        beside = (*_OF_TEXTS, *MODEL_INPUTS, *OF_TENSORS)
-        options = read_options(self._model, given, beside, self.tokenizer)
-        refuse_rectangular(options.effective, in_steps=self._gives_steps)
+        asked = sort("texts", self._model, given)
+        options = read_options(self._model, asked, self.tokenizer)
+        if options.effective.caller:
+            refuse_rectangular(options.effective, in_steps=self._gives_steps)
         strategy_of(options, 1)  # which raises if none does what is asked for
-        if not self._gives_events:
+        if not self._gives_events and options.recording is not NO_RECORDING:
             require_output_object(options)
+        seed, beside = options.seed, asked.beside
+        if seed is None and beside is NOTHING_BESIDE:
+            return options
         return replace(
             options,
-            seed=None if options.seed is None else read_seeds(options.seed, 1),
-            starts_answer=given.get("add_generation_prompt") is not False,
-            trims=bool(given.get("trim_stop_strings")) and self.tokenizer is not None,
+            seed=None if seed is None else read_seeds(seed, 1),
+            starts_answer=beside.add_generation_prompt is not False,
+            trims=bool(beside.trim_stop_strings) and self.tokenizer is not None,
         )
 
     def _read_each(
@@ -174,15 +176,15 @@ class Session:
         (request,) = self._call(self._passed(prompt, options), options, 0).requests
         return replace(request, request_id=str(index))
 
-    def read(self, prompt: PromptLike, index: int) -> dict[str, Any]:
+    def read(self, prompt: PromptLike, index: int) -> PromptValues:
         """Return the prompt of this number as one row of the inputs of `model.generate`."""
         return self._passed(prompt, self._options_of(index))
 
-    def _passed(self, prompt: PromptLike, options: Options) -> dict[str, Any]:
+    def _passed(self, prompt: PromptLike, options: Options) -> PromptValues:
         begins, prefix = options.starts_answer, options.prefix
         return read_prompt(self._model, self.tokenizer, prompt, starts_answer=begins, prefix=prefix)
 
-    def prepared(self, passed: Mapping[str, Any], index: int) -> Call:
+    def prepared(self, passed: PromptValues, index: int) -> Call:
         """Return the call of one prompt, read already, that has this number, with everything but
         its tokens decided and computed."""
         options = self._options_of(index)
@@ -190,7 +192,7 @@ class Session:
             options = replace(options, seed=self._seed_for(index, alone=False))
         return self._call(passed, options, index)
 
-    def _call(self, passed: Mapping[str, Any], options: Options, number: int) -> Call:
+    def _call(self, passed: PromptValues, options: Options, number: int) -> Call:
         inputs: Inputs = replace(read_inputs(self._model, passed, options), number=number)
         _require_one(inputs)
         before = 0 if options.prefix is None else len(options.prefix)
@@ -303,7 +305,7 @@ def _said(own: Any) -> Mapping[str, Any]:
         wanted = "a mapping or a GenerationConfig"
         raise RequestError("these are not options", wanted=wanted, got=type(own).__name__)
     said = GenerationConfig.of(own).to_diff_dict()
-    return {name: value for name, value in said.items() if name in CONFIG_FIELDS}
+    return {name: value for name, value in said.items() if name in FIELDS and name not in META}
 
 
 def _require_alike(model: Subject, first: Options, other: Options, whose: str) -> None:

@@ -249,6 +249,13 @@ NAMES: dict[type, str] = {
     **dict(zip(SAMPLERS, kinds.SAMPLERS, strict=True)),
     DynamicTemperature: "temperature",
 }
+# The value of each field that has no effect, beside None and False.
+_UNUSED = {
+    name: FIELDS[name].default if name in FIELDS and name != "top_k" else 0
+    for slots in (BEFORE, SAMPLERS, AFTER)
+    for _, *names in slots.values()
+    for name in names
+}
 _HOLD_IDS = {
     *("sequence_bias", "logit_bias", "bad_words_ids", "forced_bos_token_id"),
     "forced_eos_token_id",
@@ -269,8 +276,10 @@ def build(effective: Values, facts: Facts) -> tuple[Processor, ...]:
         "prefix_allowed_tokens_fn": facts.prefix_allowed_tokens_fn,
         "allowed_sequences": facts.allowed,
     }
-    before, free = _replaced(_made(BEFORE, values, facts), free)
-    guiding, free = _guiding(effective, free)
+    before, guiding = _made(BEFORE, values, facts), list[Any]()
+    if free:
+        before, free = _replaced(before, free)
+        guiding, free = _guiding(effective, free)
     samplers = _made(SAMPLERS, effective, facts) if effective["do_sample"] else []
     place = {name: i for i, name in enumerate(effective["sampler_order"] or ())}
     return (
@@ -286,17 +295,13 @@ def build(effective: Values, facts: Facts) -> tuple[Processor, ...]:
 def _made(slots: Slots, values: Values, facts: Facts) -> list[Processor]:
     made = []
     for kind, (make, *fields) in slots.items():
-        if any(_has_effect(field, values[field]) for field in fields):
+        given = ((values[field], _UNUSED[field]) for field in fields)
+        if any(one is not None and one is not False and one != unused for one, unused in given):
             value = values[fields[0]]
             if fields[0] in _HOLD_IDS:
                 bias.check_width(_ids(value), facts.vocab_size, fields[0])
             made.append(make(kind, value, values, facts))
     return [one for one in made if one is not None]
-
-
-def _has_effect(field: str, value: Any) -> bool:
-    unused = FIELDS[field].default if field in FIELDS and field != "top_k" else 0
-    return value is not None and value is not False and value != unused
 
 
 def _ids(value: Any) -> Iterator[int]:

@@ -6,9 +6,8 @@ is computed, and none is ignored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from everystep.config import FIELDS, Effective
 from everystep.errors import AbsentAttributeError, AbsentNameError, UnsupportedError, shown
@@ -93,45 +92,63 @@ def refuse_name(name: str, asking: FrameType) -> NoReturn:
     raise kind(f"everystep has no {name}: {why}", do=do)
 
 
-_BY_LOOKUP = "Set prompt_lookup_num_tokens, which drafts without a second model"
 _ENCODED = "Declare what encodes them as a PromptInput of that name in model.prompt_inputs"
-ARGUMENTS_LATER = {
-    "cache_params": ("a state of recurrent layers", "Pass the whole prompt as input_ids"),
-    "pixel_values": ("images", f"{_ENCODED}, or pass their embeddings among inputs_embeds"),
-    "pixel_values_videos": ("videos", f"{_ENCODED}, or pass their embeddings among inputs_embeds"),
-    "input_features": ("sounds", f"{_ENCODED}, or pass their embeddings as inputs_embeds"),
-    "mm_encoder_outputs": ("encoded images", "Pass their embeddings among inputs_embeds"),
+_EMBEDDED = f"{_ENCODED}, or pass their embeddings among inputs_embeds"
+_NOT_YET = "asks for {}, which this version does not have"
+ARGUMENTS = {
+    "cache_params": (
+        _NOT_YET.format("a state of recurrent layers"),
+        "Pass the whole prompt as input_ids",
+    ),
+    "pixel_values": (_NOT_YET.format("images"), _EMBEDDED),
+    "pixel_values_videos": (_NOT_YET.format("videos"), _EMBEDDED),
+    "input_features": (
+        _NOT_YET.format("sounds"),
+        f"{_ENCODED}, or pass their embeddings as inputs_embeds",
+    ),
+    "mm_encoder_outputs": (
+        _NOT_YET.format("encoded images"),
+        "Pass their embeddings among inputs_embeds",
+    ),
     "synced_gpus": (
-        "stepping together with other processes",
+        _NOT_YET.format("stepping together with other processes"),
         "Let every process generate by itself: here none waits for another",
     ),
-}
-"""Names whose capability is not built yet -> what it is, and what to do instead."""
-_SPEECH = (
-    "transcripts are written by model.generate of a model that listens",
-    "Call model.generate(input_features, ...) of a Whisper, or leave it out",
-)
-ARGUMENTS_NEVER = {
-    **dict.fromkeys(("language", "task", "return_timestamps", "return_segments"), _SPEECH),
-    **dict.fromkeys(("prompt_ids", "condition_on_prev_tokens"), _SPEECH),
     "token_type_ids": (
-        "no model of this library reads segments",
+        "is not read: no model of this library reads segments",
         "Leave token_type_ids out, or call the tokenizer with return_token_type_ids=False",
     ),
     "trust_remote_code": (
-        "no code of a repository is ever run",
+        "is not read: no code of a repository is ever run",
         "Leave it out, and pass a function of your own as custom_generate",
     ),
     "logits_to_keep": (
-        "logits are computed where they are needed and nowhere else",
+        "is not read: logits are computed where they are needed and nowhere else",
         "Leave it out, or call the model itself for the logits of every position",
     ),
     "use_model_defaults": (
-        "values that you do not set come from the checkpoint, then from the defaults",
+        "is not read: values that you do not set come from the checkpoint, then from the defaults",
         "Leave it out, and set what is to be different",
     ),
 }
-"""Names that are known and have no place here -> why, and what to do."""
+"""Names that no call takes of every model -> what is wrong with them, and what to do instead."""
+OF_SPEECH = (
+    "is not read: transcripts are written by model.generate of a model that listens",
+    "Call model.generate(input_features, ...) of a Whisper, or leave it out",
+)
+"""The same of what only models that listen take."""
+SPEECH_LATER = {
+    name: ("is not supported", do)
+    for name, do in (
+        ("return_token_timestamps", "Set return_timestamps=True for the times of segments"),
+        ("force_unique_generate_call", "Leave return_timestamps out for a single window"),
+        ("monitor_progress", "Pass a streamer"),
+        ("num_segment_frames", "A window has as many frames as the encoder reads: leave it out"),
+        ("time_precision", "Times follow from the model: leave it out"),
+        ("time_precision_features", "Times follow from the model: leave it out"),
+    )
+}
+"""The same of what transformers' models that listen take."""
 REFUSED_FIELDS = {
     "use_mtp": (
         "no model of this library has heads that predict several tokens",
@@ -176,32 +193,19 @@ ALONE = {
 
 OF_STEPS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
 """Those of them that a step of a run carries."""
-_THERE = "Call model.generate with it"
-OF_TENSORS = {
-    **dict.fromkeys(("decoder_input_ids", "decoder_attention_mask", "encoder_outputs"), _THERE),
-    **dict.fromkeys(("negative_prompt_ids", "negative_prompt_attention_mask"), _THERE),
-    **dict.fromkeys(("past_key_values", "custom_generate"), _THERE),
-    "streamer": "Read the events of es.stream, or call model.generate",
-}
-"""Arguments of `model.generate` that texts and events have no place for -> what to do."""
 
 
-def refuse_argument(name: str, value: object) -> None:
-    """UnsupportedError if the argument of this name asks for something that is not there."""
+def refuse_argument(name: str, value: object, why: tuple[str, str] | None = None) -> None:
+    """Raise UnsupportedError if the argument of this name asks for something that is not there."""
     if value is None or value is False or (name == "logits_to_keep" and _is_at_hand(value)):
         return
-    if name in ARGUMENTS_NEVER:
-        why, do = ARGUMENTS_NEVER[name]
-        what = f"{name} is not read: {why}"
-    else:
-        capability, do = ARGUMENTS_LATER[name]
-        what = f"{name} asks for {capability}, which this version does not have"
-    raise UnsupportedError(what, got=type(value).__name__, do=do)
+    what, do = ARGUMENTS[name] if why is None else why
+    raise UnsupportedError(f"{name} {what}", got=type(value).__name__, do=do)
 
 
 def _is_at_hand(logits_to_keep: object) -> bool:
-    """Whether a call reads the logits that this number asks for anyway: 0 leaves it to the call, 1
-    is the last position."""
+    """Return True where a call reads the logits that this number asks for anyway: 0 leaves it to
+    the call, 1 is the last position."""
     return isinstance(logits_to_keep, int) and logits_to_keep in (0, 1)
 
 
@@ -211,14 +215,6 @@ def refuse_fields(effective: Effective) -> None:
         if name in effective.caller and effective[name] != FIELDS[name].default:
             what = f"{name} is not read: {why}"
             raise UnsupportedError(what, got=shown(effective[name]), do=do)
-
-
-def refuse_of_rectangles(given: Mapping[str, Any]) -> None:
-    """UnsupportedError if a call about prompts is given what belongs to one about a rectangle."""
-    for name, do in OF_TENSORS.items():
-        if given.get(name) is not None:
-            what = f"{name} belongs to a rectangle of tensors, not to prompts"
-            raise UnsupportedError(what, got=type(given[name]).__name__, do=do)
 
 
 def refuse_rectangular(effective: Effective, *, in_steps: bool = False) -> None:

@@ -120,7 +120,8 @@ def read_embeds(embeds: Any, ids: np.ndarray | None, width: int) -> Tensor:
 
 
 def read_mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """(B, L) bool: which positions are real, all without a mask; RequestError for another shape."""
+    """Return (B, L) bool, which positions are real, all without a mask; RequestError for another
+    shape."""
     if mask is None:
         return np.ones(shape, dtype=bool)
     array = as_numbers("attention_mask", mask, f"{shape}").cpu().float().numpy()
@@ -161,11 +162,9 @@ def has_holes(mask: Tensor) -> bool:
     return bool((inside & ~seen).any())
 
 
-def holed(real: np.ndarray) -> tuple[Tensor, Tensor] | None:
-    """Of a row with holes, as transformers reads it: (L, L) what each position sees, and the
-    positions (L,), which count real ones alone; None for a row (L,) without holes."""
-    if real.all():
-        return None
+def holed(real: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Return of a row (L,) with holes, as transformers reads it, (L, L) what each position sees,
+    and the positions (L,), which count real ones alone."""
     seen = torch.from_numpy(real)
     square = seen.expand(len(real), -1).tril() | torch.eye(len(real), dtype=torch.bool)
     return square, (seen.long().cumsum(0) - 1).where(seen, 0)

@@ -9,7 +9,7 @@ is refused here, before any compute.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -33,8 +33,8 @@ from everystep.config.fields import OLD_CACHES
 from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.nn.network import State, holds_states
 from everystep.requests.arrays import has_holes
+from everystep.requests.door import PromptValues
 from everystep.requests.inputs import Inputs, behind
-from everystep.requests.options import Options
 from everystep.requests.pictures import shift_of
 from everystep.requests.subject import Subject
 from everystep.types import Group, Prompt
@@ -53,13 +53,10 @@ _ABSENT = {  # why, and what to do
 # --- the one that is passed -----------------------------------------------------------------------
 
 
-def read_cache(given: dict[str, Any], effective: Effective, model: Subject) -> Cache | None:
-    """The cache object that was passed, checked against the model and the configuration; a new one
-    that holds what tuples say."""
-    cache = given.get("past_key_values")
-    if cache is None:
-        return None
-    cache = model.core.own_cache(cache)
+def read_cache(past: object, effective: Effective, model: Subject) -> Cache:
+    """Return the cache object that was passed, checked against the model and the configuration; a
+    new one that holds what tuples say."""
+    cache = model.core.own_cache(past)
     if isinstance(cache, (tuple, list)) and not holds_states(model.core.network.stores):
         cache = read_legacy(cache, model.windows, across=model.is_encoder_decoder)
     cache = require_cache(cache, model)
@@ -87,43 +84,43 @@ def require_cache(cache: object, model: Subject) -> Cache:
     return cache
 
 
-def hide_past(given: dict[str, Any], cache: Cache | None) -> tuple[dict[str, Any], Tensor | None]:
-    """What is read as the prompt, and which cached positions are real where it does not say so.
+def hide_past(prompt: PromptValues, cache: Cache) -> tuple[PromptValues, Tensor | None]:
+    """Return what is read as the prompt, and which cached positions are real where it does not say
+    so.
 
     As in transformers, ids (or embeddings) are the whole sequence if the attention mask is as wide
     as they are, and only the new part if the mask is as wide as the cache and they together.
     """
-    length = 0 if cache is None else int(cache.get_seq_length())
-    first = "input_ids" if given.get("inputs_embeds") is None else "inputs_embeds"
-    if length == 0 or given.get(first) is None:
-        return given, None
-    width = torch.as_tensor(given[first]).shape[1]
-    mask = given.get("attention_mask")
-    seen = width if mask is None else torch.as_tensor(mask).shape[-1]
-    if seen != width and torch.as_tensor(mask).dim() > 2:
+    length = int(cache.get_seq_length())
+    first = "input_ids" if prompt.inputs_embeds is None else "inputs_embeds"
+    content = prompt.input_ids if prompt.inputs_embeds is None else prompt.inputs_embeds
+    if length == 0 or content is None:
+        return prompt, None
+    width = torch.as_tensor(content).shape[1]
+    mask = None if prompt.attention_mask is None else torch.as_tensor(prompt.attention_mask)
+    seen = width if mask is None else mask.shape[-1]
+    if mask is not None and seen != width and mask.dim() > 2:
         do = "Pass the whole sequence with it"
         _refuse("does not go with a 4-D mask of new positions alone", "(batch, length)", seen, do)
     if seen == width > length:
-        return given, None
-    if seen != length + width:
+        return prompt, None
+    if mask is None or seen != length + width:
         _refuse(
             "does not fit the prompt",
             f"{first} longer than {length} positions, or an attention_mask of {length + width}",
             f"{first} of {width} and {'no mask' if mask is None else f'a mask of {seen}'}",
             "Pass the whole sequence, or only what is new with a mask over all of it",
         )
-    mask = torch.as_tensor(mask).bool()
-    new = {**given, "attention_mask": mask[:, length:].long()}
-    if given.get("position_ids") is None and has_holes(mask[:, length:]):
+    mask = mask.bool()
+    new = replace(prompt, attention_mask=mask[:, length:].long())
+    if prompt.position_ids is None and has_holes(mask[:, length:]):
         # Real positions count, those in the cache among them.
-        new["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, length:]
+        new = replace(new, position_ids=(mask.long().cumsum(-1) - 1).clamp(min=0)[:, length:])
     return new, mask[:, :length]
 
 
-def with_seen(inputs: Inputs, seen: Tensor | None) -> Inputs:
-    """The inputs stand after the cached positions of which `seen` (B, S) are real."""
-    if seen is None:
-        return inputs
+def with_seen(inputs: Inputs, seen: Tensor) -> Inputs:
+    """Return the inputs after the cached positions of which `seen` (B, S) are real."""
     if len(seen) != inputs.batch:
         _refuse("differs from the prompt in rows", inputs.batch, len(seen))
     real = tuple(np.flatnonzero(row) for row in seen.cpu().numpy())
@@ -149,16 +146,18 @@ def continued(inputs: Inputs, cache: Cache, width: int, *, hidden: bool) -> Inpu
     return replace(inputs, prompts=tuple(link(inputs, row, kv[:, :, row]) for row in rows))
 
 
-def require_possible(cache: Cache, options: Options, positions: int, *, drafts: bool) -> None:
-    """Raises if a call needs more than a cache that was passed can give.
+def require_possible(
+    cache: Cache, positions: int, *, drafts: bool, heals: bool, prompt_logprobs: bool
+) -> None:
+    """Raise if a call needs more than a cache that was passed can give.
 
     `positions`: how many of a row are cached in the end, at most.
     """
-    if options.effective.token_healing:
+    if heals:
         do = "Leave token_healing out"
         _refuse("does not go with token_healing", "one of the two", "both", do)
     _require_abilities(cache, positions, drafts, "past_key_values")
-    if options.prompt_logprobs is not None:
+    if prompt_logprobs:
         _refuse("hides logits of the prompt", "none, for prompt_logprobs", "both")
 
 
@@ -273,7 +272,9 @@ def row_quantization(
     if passed is not None:
         layer = passed.layers[0] if passed.layers else None
         return layer.quantization if isinstance(layer, QuantizedLayer) else None
-    if effective.use_cache is False or _kind(effective) != "quantized":
+    if effective.use_cache is False or effective.cache_implementation is None:
+        return None
+    if _kind(effective) != "quantized":
         return None
     if model.is_encoder_decoder:
         raise UnsupportedError(

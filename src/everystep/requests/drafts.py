@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal, cast
 
 from torch import nn
@@ -21,7 +19,7 @@ from everystep.engine import (
 from everystep.errors import ModelClassError, RequestError, UnsupportedError
 from everystep.models import first_layers
 from everystep.requests.arrays import require
-from everystep.requests.options import Assistant, Options
+from everystep.requests.options import Assistant, DraftSources, Options
 from everystep.requests.subject import Subject
 from everystep.types import DraftVerification
 from everystep.types.protocols import MATCHING, Schedule
@@ -37,14 +35,15 @@ _OF_MODELS = (
 )
 _LOOKBEHIND = ("target_lookbehind", "assistant_lookbehind")
 _OF_DRAFTS = ("num_assistant_tokens_schedule", "draft_verification", "num_drafts")
+OF_DRAFTING = frozenset({*_OF_MODELS, *_OF_DRAFTS})
+"""Fields that say how drafts are made."""
 
 
-def read_assistant(given: Mapping[str, Any]) -> Assistant | None:
-    """The second model among the keywords of a call, of this library or of another.
+def read_assistant(value: Any, tokenizer: object) -> Assistant | None:
+    """Return the second model of a call, of this library or of another.
 
     ModelClassError, UnsupportedError: it is no model that can draft.
     """
-    value, tokenizer = given.get(_MODEL), given.get("assistant_tokenizer")
     if value is None:
         if tokenizer is not None:
             what, do = "assistant_tokenizer is that of an assistant_model", "Pass both, or neither"
@@ -73,9 +72,8 @@ def read_assistant(given: Mapping[str, Any]) -> Assistant | None:
     return Assistant(model, settings, tokenizer=tokenizer)
 
 
-def read_corpus(given: Mapping[str, Any]) -> Corpus | None:
-    """The texts to copy drafts from among the keywords of a call; RequestError for others."""
-    value = given.get(_CORPUS)
+def read_corpus(value: object) -> Corpus | None:
+    """Return the texts to copy drafts from, if any; RequestError for what is none."""
     if value is None or isinstance(value, Corpus):
         return value
     raise RequestError(
@@ -86,18 +84,17 @@ def read_corpus(given: Mapping[str, Any]) -> Corpus | None:
     )
 
 
-def with_draft_notices(
-    effective: Effective, assistant: Assistant | None, corpus: Corpus | None
-) -> Effective:
-    """With a notice to a caller who sets how to draft where nothing does."""
-    drafts = assistant is not None or effective[_EXIT] is not None
+def draft_notices(effective: Effective, drafting: DraftSources) -> tuple[str, ...]:
+    """Return what to tell a caller who sets how to draft where nothing does."""
+    asked = effective.caller & OF_DRAFTING
+    drafts = drafting.assistant is not None or effective[_EXIT] is not None
     names = () if drafts else _OF_MODELS
-    if not drafts and effective[_LOOKUP] is None and corpus is None:
+    if not drafts and effective[_LOOKUP] is None and drafting.corpus is None:
         names = (*names, *_OF_DRAFTS)
     notices = tuple(
         f"{name} has no effect, as no model drafts. Pass assistant_model, or leave {name} out."
         for name in names
-        if name in effective.caller
+        if name in asked
     )
     if drafts and effective.draft_verification == "rejection" and not effective.do_sample:
         notices = (
@@ -105,7 +102,7 @@ def with_draft_notices(
             "draft_verification='rejection' has no effect without sampling. Set do_sample=True, or "
             "leave draft_verification out.",
         )
-    return replace(effective, notices=(*effective.notices, *notices))
+    return notices
 
 
 def drafts_of(
@@ -118,10 +115,10 @@ def drafts_of(
     """
     e = options.effective
     asked = {
-        _CORPUS: options.corpus,
+        _CORPUS: options.drafting.corpus,
         _EXIT: e[_EXIT],
         _LOOKUP: e[_LOOKUP],
-        _MODEL: options.assistant,
+        _MODEL: options.drafting.assistant,
     }
     names = [name for name, value in asked.items() if value is not None]
     if not names:
@@ -132,18 +129,18 @@ def drafts_of(
         )
     if not strategy.reads.alone:
         _refuse_search(names[0], e, strategy)
-    copies = options.corpus is not None or e[_LOOKUP] is not None
+    copies = options.drafting.corpus is not None or e[_LOOKUP] is not None
     verification = _verification(options, models=not copies)
     if e.num_drafts > 1:
         _require_fixed_choices(options, verification)
     if copies:
         return _copier(options, _schedule(options, None, verification)), verification
-    assistant = options.assistant or _early(model, int(e[_EXIT]))
+    assistant = options.drafting.assistant or _early(model, int(e[_EXIT]))
     length = (
         int(_said(options, assistant, "num_assistant_tokens")),
         _schedule(options, assistant, verification),
         float(_said(options, assistant, "assistant_confidence_threshold")),
-        options.eos,
+        options.ends.eos,
     )
     tokenizers = _tokenizers(model, options, assistant)
     if tokenizers is None:
@@ -165,12 +162,14 @@ def _copier(options: Options, schedule: Schedule) -> Drafter:
     size = e.max_matching_ngram_size
     own, others = None, e.num_drafts - 1
     if e[_LOOKUP] is not None:
-        own = PromptLookup(int(e[_LOOKUP]), int(size or _NGRAM), options.eos, schedule, others)
-    corpus = options.corpus
+        own = PromptLookup(int(e[_LOOKUP]), int(size or _NGRAM), options.ends.eos, schedule, others)
+    corpus = options.drafting.corpus
     if corpus is None and own is not None:
         return own
     tokens, longest = int(e[_LOOKUP] or _COPIED), int(size or _CORPUS_NGRAM)
-    return CorpusLookup(cast(Corpus, corpus), tokens, longest, options.eos, schedule, own, others)
+    return CorpusLookup(
+        cast(Corpus, corpus), tokens, longest, options.ends.eos, schedule, own, others
+    )
 
 
 def _said(options: Options, assistant: Assistant | None, name: str) -> Any:

@@ -92,7 +92,7 @@ class PromptInput:
 
 
 def own_inputs(encoders: Iterable[PromptEncoder]) -> tuple[PromptInput, ...]:
-    """The prompt inputs of a model with these encoders."""
+    """Return the prompt inputs of a model with these encoders."""
     return tuple(
         PromptInput(one.name, one, one.shape, one.token, misfits=one.misfits) for one in encoders
     )
@@ -119,19 +119,19 @@ def require_distinct(inputs: Iterable[Any], taken: Iterable[str]) -> tuple[Promp
 # --- what is passed -------------------------------------------------------------------------------
 
 
-def read_values(declared: Sequence[PromptInput], given: Mapping[str, Any], rows: int) -> Rows:
-    """Per row what of the declared inputs is given to it; () where nothing is given to any."""
+def read_values(declared: Sequence[PromptInput], named: Mapping[str, object], rows: int) -> Rows:
+    """Return per row what of the declared inputs is given to it; () where nothing is given."""
     found: list[dict[str, Tensor]] = [{} for _ in range(rows)]
     for one in declared:
-        if given.get(one.name) is None:
+        if one.name not in named:
             continue
-        for own, value in zip(found, _split(one, given[one.name], rows), strict=True):
+        for own, value in zip(found, _split(one, named[one.name], rows), strict=True):
             if value is not None:
                 own[one.name] = value
     return found if any(found) else ()
 
 
-def _split(one: PromptInput, given: Any, rows: int) -> list[Tensor | None]:
+def _split(one: PromptInput, given: object, rows: int) -> list[Tensor | None]:
     """(B,) the value of each row, None for a row without."""
     wanted = f"{rows} rows of {_shown(one.shape)}"
     if isinstance(given, list | tuple) and _by_row(given):

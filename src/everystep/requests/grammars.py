@@ -6,26 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from everystep.bridge.core import ForeignModel
-from everystep.engine.forced import ForcedTokens
 from everystep.errors import RequestError, shown
 from everystep.processors.allowed import AllowedSequences
 from everystep.processors.grammars.grammar import compiled
 from everystep.processors.grammars.mask import GrammarMask
-from everystep.processors.grammars.source import KINDS, read_source
+from everystep.processors.grammars.source import KINDS, Kind, read_source
 from everystep.processors.grammars.vocabulary import vocabulary_of
-from everystep.requests.options import Options
 from everystep.requests.subject import Subject
-from everystep.types.request import Drafter, Strategy
 
 
 def read_grammar(
-    given: Mapping[str, Any], tokenizer: Any, ends: tuple[int, ...], vocabulary: int
+    given: Mapping[Kind, object], tokenizer: Any, ends: tuple[int, ...], vocabulary: int
 ) -> GrammarMask | None:
-    """What the keywords of a call ask for, compiled; None where they ask for nothing.
+    """Return what a call asks for by kind, compiled; None where it asks for nothing.
 
     RequestError or UnsupportedError where it is impossible, or cannot be done for this tokenizer.
     """
-    asked = [kind for kind in KINDS if given.get(kind) is not None]
+    asked = [kind for kind, value in given.items() if value is not None]
     if not asked:
         return None
     if len(asked) > 1:
@@ -53,20 +50,10 @@ def read_grammar(
     return GrammarMask(compiled(source, vocabulary_of(tokenizer, vocabulary)), ends)
 
 
-def with_forced(
-    drafter: Drafter | None, options: Options, strategy: Strategy, model: Subject
-) -> Drafter | None:
-    """The drafter of requests with these options: where a grammar forces tokens, those come first.
-
-    Not where the caller's own code looks at every step, nor where rows cannot be cut back.
-    """
-    watched = options.processors or options.criteria
-    if options.grammar is None or watched or not strategy.reads.alone:
-        return drafter
-    core = model.core
-    if isinstance(core, ForeignModel) and "truncate" not in core.executor().abilities:
-        return drafter
-    return ForcedTokens(drafter)
+def forces(subject: Subject) -> bool:
+    """Return True where tokens that a grammar forces may be drafted: rows can be cut back."""
+    core = subject.core
+    return not isinstance(core, ForeignModel) or "truncate" in core.executor().abilities
 
 
 def read_allowed(value: Any, tokenizer: Any) -> tuple[AllowedSequences, ...]:
@@ -88,23 +75,18 @@ def read_allowed(value: Any, tokenizer: Any) -> tuple[AllowedSequences, ...]:
     return (AllowedSequences(given, tokenizer),)
 
 
-def length_of_allowed(options: Options, default: int) -> int:
-    """How many tokens an answer may have where nothing says so: the longest sequence and an end, if
-    sequences are given."""
-    return max((one.longest + 1 for one in options.allowed), default=default)
-
-
 def allowed_in(
-    options: Options, rows: int, new: int, vocabulary: int
+    sets: tuple[AllowedSequences, ...],
+    ends: tuple[int, ...],
+    rows: int,
+    new: int,
+    vocabulary: int,
 ) -> tuple[AllowedSequences, ...]:
-    """The set of each of so many rows; none where everything is allowed.
+    """Return the set of each of so many rows, of one set or more.
 
     RequestError where a row cannot answer with every sequence of its set: `new` is the most tokens
     it can have.
     """
-    sets, ends = options.allowed, options.eos
-    if not sets:
-        return ()
     if len(sets) not in (1, rows):
         raise RequestError(
             "allowed_sequences does not fit the call",

@@ -120,22 +120,20 @@ class Inputs:
         return np.stack([self.visible(row, fill) for row in range(self.batch)])
 
 
-def placed(inputs: Inputs, new: int) -> Inputs:
-    """The inputs whose position ids, where a function gives them, are known for the prompts and for
-    all that may follow, `new` tokens at most. RequestError for what no position ids are."""
-    if inputs.place is None:
-        return inputs
+def placed(inputs: Inputs, place: Callable[[Tensor], Any], new: int) -> Inputs:
+    """Return the inputs whose position ids, which a function gives, are known for the prompts and
+    for all that may follow, `new` tokens at most. RequestError for what no position ids are."""
     prompts = []
     for row, prompt in enumerate(inputs.prompts):
         places = torch.arange(prompt.length + new)
-        found = read_positions(inputs.place(places), inputs.batch, len(places))
+        found = read_positions(place(places), inputs.batch, len(places))
         prompts.append(replace(prompt, positions=of_row(found, row)))
     return replace(inputs, prompts=tuple(prompts))
 
 
-def require_begun(inputs: Inputs) -> None:
+def require_begun(prompts: Sequence[Prompt]) -> None:
     """RequestError for a prompt whose images were to be read after positions that are cached."""
-    for prompt in inputs.prompts:
+    for prompt in prompts:
         if prompt.whole and prompt.past is not None:
             raise RequestError(
                 "what is given for a whole prompt cannot be read after cached positions",

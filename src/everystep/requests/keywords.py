@@ -1,20 +1,13 @@
-"""The keywords of every public call, with the type of each and one line that says what it does.
+"""The keywords of every public call, for type checkers and editors.
 
-The one place that describes them, beside `config/options.py` for the fields of a configuration:
-type checkers and editors read the annotations, `described.py` composes help() from the lines, and
-tests compare the names with those that calls take. Keywords that a signature spells out stand in
-its own docstring. Inputs that a model or a caller declares under other names are passed as
-`**inputs`, a `dict[str, Any]`.
+Written by `scripts/keywords` from the table of `door.py`. Inputs that a model or
+a caller declares under other names are passed as `**inputs`, a `dict[str, Any]`.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 from torch import Tensor
@@ -33,16 +26,16 @@ Numbers = Tensor | np.ndarray | Sequence[Any]
 
 
 class CallOptions(FieldOptions, total=False):
-    """What every call takes beside the fields of a configuration."""
+    """What every call takes beside fields of a configuration."""
 
     allowed_sequences: AllowedSequences | Sequence[Any] | None
     """The texts, or lists of ids, of which the answer is one."""
-    prefix: Prefix | None
-    """What `es.prefill` made: every prompt goes on from it."""
     logprobs: int | None
     """Keep the log-probability of every chosen token, and of this many best ones."""
     prompt_logprobs: int | None
     """The same for every token of the prompt."""
+    prefix: Prefix | None
+    """What `es.prefill` made: every prompt goes on from it."""
     hooks: Sequence[Hook] | None
     """What sees every step and adds to it."""
     adapter_names: str | Sequence[str | None] | None
@@ -61,16 +54,16 @@ class CallOptions(FieldOptions, total=False):
     """With best_of: finds the answer in a text; the most frequent one wins."""
     scorer: Callable[[str], float] | None
     """With best_of: rates a text; the highest wins."""
-    assistant_tokenizer: Any
-    """The tokenizer of assistant_model, where it is another one."""
-    draft_corpus: Corpus | None
-    """Texts that drafts are copied from."""
     amateur_model: Subject | None
     """A weaker model: tokens that it finds likely too lose."""
     contrast_alpha: float | None
     """With amateur_model: tokens below this share of the best are never chosen."""
     contrast_beta: float | None
     """With amateur_model: how strongly its logits count."""
+    assistant_tokenizer: Any
+    """The tokenizer of assistant_model, where it is another one."""
+    draft_corpus: Corpus | None
+    """Texts that drafts are copied from."""
 
 
 class ResultOptions(ConfigOptions, total=False):
@@ -109,7 +102,7 @@ class PlainTextOptions(ObjectOptions, total=False):
 
 
 class TextOptions(PlainTextOptions, ResultOptions, total=False):
-    """What every call about prompts takes: `es.generate`, `es.stream`, `es.open`, `es.chat`."""
+    """What calls about prompts take: `es.generate`, `es.stream`, `es.open`, `es.chat`."""
 
     generation_config: GenerationConfig | Any
     """Values for all that the call does not set."""
@@ -118,27 +111,29 @@ class TextOptions(PlainTextOptions, ResultOptions, total=False):
 class PromptOptions(TextOptions, total=False):
     """The same with a seed, for calls about one prompt that do not spell it out."""
 
-    seed: int | None
-    """Where the draws come from; without it from torch's global generator."""
+    seed: int | Sequence[int] | None
+    """Where the draws come from, one for all rows or one each; by default torch's generator."""
 
 
 class PromptInputs(TypedDict, total=False):
     """What a model reads of a prompt, and encoders of what stands beside it."""
 
-    input_ids: Numbers | None
-    """(B, T) the ids of the prompt."""
-    attention_mask: Numbers | None
-    """(B, T) 1 for what is read and 0 for padding; or (B, 1 or heads, T, T)."""
-    inputs_embeds: Tensor | None
-    """(B, T, E) embeddings in the place of ids, or beside them."""
-    position_ids: Tensor | Callable[..., Any] | None
-    """(B, T), or (axes, B, T), positions other than 0, 1, ..."""
     pixel_values: Any
     """The patches of images, as the tokenizer or processor returned them."""
-    image_grid_thw: Any
-    """(images, 3) how many patches each has: times, rows, columns."""
     pixel_values_videos: Any
     """The patches of videos."""
+    input_features: Any
+    """(B, channels, frames) what an encoder of sounds reads."""
+    input_ids: Numbers | None
+    """(B, T) the ids of the prompt."""
+    inputs_embeds: Tensor | None
+    """(B, T, E) embeddings in the place of ids, or beside them."""
+    attention_mask: Numbers | None
+    """(B, T) 1 for what is read and 0 for padding; or (B, 1 or heads, T, T)."""
+    position_ids: Tensor | Callable[..., Any] | None
+    """(B, T), or (axes, B, T), positions other than 0, 1, ..."""
+    image_grid_thw: Any
+    """(images, 3) how many patches each has: times, rows, columns."""
     video_grid_thw: Any
     """(videos, 3) how many patches each has."""
     mm_token_type_ids: Any
@@ -147,8 +142,6 @@ class PromptInputs(TypedDict, total=False):
     """Seconds that a grid of a video stands for."""
     bbox: Any
     """(B, n, 4) the boxes of the lines of a page."""
-    input_features: Any
-    """(B, channels, frames) what an encoder of sounds reads."""
 
 
 class SpeechOptions(TypedDict, total=False):
@@ -181,6 +174,8 @@ class SpeechOptions(TypedDict, total=False):
 class ModelOptions(CallOptions, ResultOptions, PromptInputs, SpeechOptions, total=False):
     """What `model.generate` takes beside the parameters that its signature spells out."""
 
+    seed: int | Sequence[int] | None
+    """Where the draws come from, one for all rows or one each; by default torch's generator."""
     decoder_input_ids: Tensor | None
     """(B, T) what a decoder beside an encoder begins with."""
     decoder_attention_mask: Tensor | None
@@ -191,84 +186,20 @@ class ModelOptions(CallOptions, ResultOptions, PromptInputs, SpeechOptions, tota
     """The cache that the call goes on from."""
     return_legacy_cache: bool | None
     """Return the cache as tuples of tensors."""
-    seed: int | Sequence[int] | None
-    """Where the draws come from, one for all rows or one each."""
 
 
 class RectangleOptions(ModelOptions, ObjectOptions, total=False):
     """The same with what the signature of `model.generate` spells out, but for `tokenizer`."""
 
-    inputs: Tensor | None
-    """(B, T) the ids of the prompt."""
     generation_config: GenerationConfig | Any
     """Values for all that the call does not set."""
-    streamer: Any
-    """What is given every new token: an object with put and end."""
     negative_prompt_ids: Numbers | None
     """(B, T) with guidance_scale: the prompt that is guided away from."""
     negative_prompt_attention_mask: Numbers | None
     """(B, T) 1 for what is read of it."""
+    streamer: Any
+    """What is given every new token: an object with put and end."""
     custom_generate: Callable[..., Any] | None
     """A decoding loop in the place of the engine's."""
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-_EXAMPLE = "\n\nExample:\n"
-
-
-def lists_options(options: type) -> Callable[[F], F]:
-    """The function, with the keys of this `TypedDict` and a line for each in its docstring, before
-    the example that it ends with.
-
-    Where there is no docstring, or no source to read, it stays as it is.
-    """
-
-    def described(function: F) -> F:
-        if function.__doc__ is not None and (lines := described_keys(options)):
-            text, mark, example = inspect.cleandoc(function.__doc__).partition(_EXAMPLE)
-            listed = "".join(f"    {name}: {line}\n" for name, line in lines.items())
-            function.__doc__ = f"{text}\n\nOptions:\n\n{listed}{mark[1:]}{example}"
-        return function
-
-    return described
-
-
-def described_keys(options: type) -> dict[str, str]:
-    """Every key of a `TypedDict` and of those it is made of, and the line under it, with what a
-    call adds before what it shares with others."""
-    module = sys.modules[options.__module__]
-    tree = _classes(module.__name__).get(options.__name__)
-    if tree is None:
-        return {}
-    found = _of_class(tree)
-    for base in tree.bases:  # the class itself has forgotten them
-        inner = getattr(module, base.id, None) if isinstance(base, ast.Name) else None
-        if isinstance(inner, type):
-            found |= {n: line for n, line in described_keys(inner).items() if n not in found}
-    return found
-
-
-@cache
-def _classes(module: str) -> Mapping[str, ast.ClassDef]:
-    """The classes of a module as its source has them."""
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
-    except (OSError, TypeError, SyntaxError):  # an installation without sources
-        return {}
-    return {one.name: one for one in tree.body if isinstance(one, ast.ClassDef)}
-
-
-def _of_class(tree: ast.ClassDef) -> dict[str, str]:
-    """The names that a class annotates, and the string under each."""
-    found = {}
-    for statement, after in zip(tree.body, tree.body[1:], strict=False):
-        if (
-            isinstance(statement, ast.AnnAssign)
-            and isinstance(statement.target, ast.Name)
-            and isinstance(after, ast.Expr)
-            and isinstance(after.value, ast.Constant)
-        ):
-            found[statement.target.id] = " ".join(str(after.value.value).split())
-    return found
+    inputs: Tensor | None
+    """(B, T) the ids of the prompt."""

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from everystep.bridge.core import ForeignModel
-from everystep.config import FIELDS, META, Effective
+from everystep.config import Effective
 from everystep.draws import SeededDraws, SharedDraws, seed_of
-from everystep.engine import (
-    Contrast,
-    Corpus,
-)
+from everystep.engine import Contrast, Corpus
 from everystep.errors import RequestError, shown
 from everystep.executors.base import Executor
 from everystep.models import Model
 from everystep.processors.allowed import AllowedSequences
 from everystep.processors.grammars.mask import GrammarMask
-from everystep.processors.grammars.source import KINDS
 from everystep.strategies import BestOf
 from everystep.types import Past, Prompt
 from everystep.types.hooks import Hook
@@ -87,158 +83,140 @@ class Prefix:
         return sum(part.numel() * part.element_size() for part in parts)
 
 
-MODEL_INPUTS = (
-    "input_ids",
-    "attention_mask",
-    "inputs_embeds",
-    "position_ids",
-    "decoder_input_ids",
-    "decoder_attention_mask",
-    "encoder_outputs",
-    "past_key_values",
-)
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The special ids of a call: those that end a sequence, the one that fills rows up, None only
+    where nothing ends a sequence, and a decoder's first, one for all rows or one each."""
 
-
-CONFIG_FIELDS = tuple(name for name in FIELDS if name not in META)
-
-
-OBJECTS = (
-    "generation_config",
-    "logits_processor",
-    "stopping_criteria",
-    "prefix_allowed_tokens_fn",
-    "allowed_sequences",
-    "seed",
-    "logprobs",
-    "prompt_logprobs",
-    "prefix",
-    "hooks",
-    "adapter_names",
-    *KINDS,
-    "n_best",
-    "best_of",
-    "majority",
-    "scorer",
-    "amateur_model",
-    "contrast_alpha",
-    "contrast_beta",
-    "assistant_model",
-    "assistant_tokenizer",
-    "draft_corpus",
-    "strategy",
-    "strategy_options",
-)
-"""Keywords of every call that are neither configuration nor model input."""
-
-
-OF_RECTANGLES = (
-    "tokenizer",
-    "streamer",
-    "custom_generate",
-    "negative_prompt_ids",
-    "negative_prompt_attention_mask",
-    "return_legacy_cache",
-)
-"""Further keywords of `model.generate`."""
-
-
-KEYWORDS = (*MODEL_INPUTS, *CONFIG_FIELDS, *OBJECTS, *OF_RECTANGLES, "inputs", "text", "messages")
-"""Names that mean something in every call or prompt, whatever the model."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Options:
-    """All that a call asks for beside its prompt, each thing in one place.
-
-    `effective`: every field of the configuration. `eos`, `pad`, `starts`: the special ids; `pad` is
-    None only where nothing ends a sequence; `starts`: a decoder's first id, one for all rows or one
-    each. `allowed`: the sets of `allowed_sequences`, one for all rows or one each. `seed`: one
-    integer, from which each row gets its own, or one for each row. `starts_answer`: whether a chat
-    template begins the answer to the messages; `trims`: whether texts lose the stop string that
-    ended them. `legacy_cache`: whether the cache is returned as tuples. `prefix`: what comes before
-    every prompt; `salt`: prompts of another one share no rows with these. `contrast`: with which
-    model, and how. `n_best`: how many hypotheses of a search are returned; `best_of`: the strategy
-    that chooses among samples. `adapter_names`: one for all rows or one each, None for what is
-    active. `grammar`: what the texts have to follow. `assistant`: a second model, which drafts;
-    `corpus`: texts to copy drafts from. `strategy`: one that is not the library's own, in place of
-    what the fields say. The rest are the caller's own objects.
-    """
-
-    effective: Effective
-    eos: tuple[int, ...]
-    pad: int | None
-    starts: tuple[int, ...]
-    processors: tuple[Any, ...] = ()
-    criteria: Any = None
-    prefix_allowed_tokens: Any = None
-    allowed: tuple[AllowedSequences, ...] = ()
-    tokenizer: Any = None
-    seed: int | Sequence[int] | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    hooks: tuple[Hook, ...] = ()
-    adapter_names: str | Sequence[str | None] | None = None
-    starts_answer: bool = True
-    trims: bool = False
-    legacy_cache: bool = False
-    prefix: Prefix | None = None
-    contrast: Contrast | None = None
-    n_best: int | None = None
-    best_of: BestOf | None = None
-    salt: str | None = None
-    grammar: GrammarMask | None = None
-    assistant: Assistant | None = None
-    corpus: Corpus | None = None
-    strategy: Strategy | None = None
+    eos: tuple[int, ...] = ()
+    pad: int | None = None
+    starts: tuple[int, ...] = ()
 
     @property
     def fill(self) -> int:
         """The id that stands where a row has nothing to say."""
         return 0 if self.pad is None else self.pad
 
-    def returns(self, *fields: str) -> bool:
-        """Whether what any of these fields asks for is part of the result."""
-        e = self.effective
-        return bool(e.return_dict_in_generate) and any(e[name] for name in fields)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Steering:
+    """What changes or watches the choice of tokens, the caller's own objects among it.
+
+    `allowed`: the sets of `allowed_sequences`, one for all rows or one each. `grammar`: what the
+    texts have to follow.
+    """
+
+    processors: tuple[Callable[..., Any], ...] = ()
+    criteria: Any = None
+    prefix_allowed_tokens: Callable[..., Any] | None = None
+    allowed: tuple[AllowedSequences, ...] = ()
+    grammar: GrammarMask | None = None
+    hooks: tuple[Hook, ...] = ()
 
     @property
-    def captures(self) -> bool:
-        """Whether hidden states or attentions are part of the result."""
-        return self.returns("output_hidden_states", "output_attentions")
-
-    def draws(self, first: int, rows: int) -> tuple[Draws, ...]:
-        """(rows,) where the randomness of each row comes from, of which `first` is the number of
-        the first one; torch's global generator without a seed."""
-        if self.seed is None:
-            return (SharedDraws(),) * rows
-        seeds = read_seeds(self.seed, rows)
-        if isinstance(self.seed, int):
-            seeds = tuple(seed_of(self.seed, first + row) for row in range(rows))
-        return tuple(map(SeededDraws, seeds))
-
-    def adapters(self, rows: int) -> tuple[tuple[tuple[str, float], ...], ...]:
-        """(rows,) what each row asks for, as in a request; RequestError where that is unclear."""
-        given = self.adapter_names
-        names = [given] * rows if given is None or isinstance(given, str) else given
-        listed = isinstance(names, list | tuple)
-        if (
-            not listed
-            or len(names) != rows
-            or not all(isinstance(one, str | None) for one in names)
-        ):
-            raise RequestError(
-                "adapter_names does not fit the call",
-                wanted=f"a name, or {rows} of them",
-                got=shown(given),
-                do="Pass one name per row of the prompt",
-            )
-        return tuple(((one, 1.0),) if one is not None else () for one in names)
+    def watches(self) -> bool:
+        """True where code of the caller's looks at every step."""
+        return bool(self.processors or self.criteria)
 
 
-def read_seeds(seed: Any, rows: int) -> tuple[int, ...]:
-    """(rows,) what was given, where it is one integer or as many as there are rows."""
-    several = isinstance(seed, Sequence) and not isinstance(seed, str)
-    seeds = tuple(seed) if several else (seed,) * rows
+@dataclass(frozen=True, slots=True, eq=False)
+class Choosing:
+    """A way of choosing that fields of the configuration do not name.
+
+    `strategy`: one that is not the library's own, in place of what the fields say. `best_of`: the
+    strategy that chooses among samples; `n_best`: how many hypotheses of a search are returned;
+    `contrast`: with which model, and how.
+    """
+
+    strategy: Strategy | None = None
+    best_of: BestOf | None = None
+    n_best: int | None = None
+    contrast: Contrast | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftSources:
+    """Who drafts beside what fields of the configuration name: a second model, or texts that are
+    copied from."""
+
+    assistant: Assistant | None = None
+    corpus: Corpus | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What is kept of a call because it was asked for: log-probabilities of so many tokens, of the
+    prompt's too, and the cache as tuples."""
+
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    legacy_cache: bool = False
+
+
+NOTHING_ENDS, NO_STEERING, BY_FIELDS = Ends(), Steering(), Choosing()
+NO_DRAFTING, NO_RECORDING = DraftSources(), Recording()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Options:
+    """All that a call asks for beside its prompt, in groups by who reads them.
+
+    `effective`: every field of the configuration. `seed`: one integer, from which each row gets its
+    own, or one for each row. `prefix`: what comes before every prompt; `salt`: prompts of another
+    one share no rows with these. `adapter_names`: one for all rows or one each, None for what is
+    active. `starts_answer`: whether a chat template begins the answer to the messages; `trims`:
+    whether texts lose the stop string that ended them.
+    """
+
+    effective: Effective
+    ends: Ends = NOTHING_ENDS
+    steering: Steering = NO_STEERING
+    choosing: Choosing = BY_FIELDS
+    drafting: DraftSources = NO_DRAFTING
+    recording: Recording = NO_RECORDING
+    tokenizer: Any = None
+    seed: object = None
+    prefix: Prefix | None = None
+    salt: str | None = None
+    adapter_names: object = None
+    starts_answer: bool = True
+    trims: bool = False
+
+
+def draws_of(seed: object, first: int, rows: int) -> tuple[Draws, ...]:
+    """Return (rows,) where the randomness of each row comes from, of which `first` is the number of
+    the first one; torch's global generator without a seed."""
+    if seed is None:
+        return (SharedDraws(),) * rows
+    seeds = read_seeds(seed, rows)
+    if isinstance(seed, int):
+        seeds = tuple(seed_of(seed, first + row) for row in range(rows))
+    return tuple(map(SeededDraws, seeds))
+
+
+def adapters_of(names: object, rows: int) -> tuple[tuple[tuple[str, float], ...], ...]:
+    """Return (rows,) the adapters of each row, as in a request; RequestError where that is
+    unclear."""
+    each = [names] * rows if names is None or isinstance(names, str) else names
+    if (
+        not isinstance(each, list | tuple)
+        or len(each) != rows
+        or not all(isinstance(one, str | None) for one in each)
+    ):
+        raise RequestError(
+            "adapter_names does not fit the call",
+            wanted=f"a name, or {rows} of them",
+            got=shown(names),
+            do="Pass one name per row of the prompt",
+        )
+    return tuple(((one, 1.0),) if one is not None else () for one in each)
+
+
+def read_seeds(seed: object, rows: int) -> tuple[int, ...]:
+    """Return (rows,) what was given, where it is one integer or as many as there are rows."""
+    seeds: tuple[Any, ...] = (seed,) * rows
+    if isinstance(seed, Sequence) and not isinstance(seed, str):
+        seeds = tuple(seed)
     if len(seeds) == rows and all(type(one) is int for one in seeds):
         return seeds
     raise RequestError(

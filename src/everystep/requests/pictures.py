@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +34,8 @@ from everystep.requests.features import injected_with
 from everystep.requests.subject import Subject
 from everystep.types import Injected, Prompt, Request
 
-Given = Mapping[str, Any]
+Named = Mapping[str, object]
+"""What a prompt brings beside ids by keyword, none of it None."""
 
 _NAMES = {
     IMAGE: ("pixel_values", "image_grid_thw"),
@@ -133,14 +133,15 @@ def shift_of(prompt: Prompt) -> int:
 
 
 def read_pictures(
-    spec: VisionSpec, given: Given, rows: Sequence[PictureRow]
+    spec: VisionSpec, named: Named, rows: Sequence[PictureRow], *, placed: bool
 ) -> tuple[tuple[Prompt, ...], tuple[Pictures, ...]]:
-    """The prompts with position ids, unless the caller gives some, and the pictures of each.
+    """Return the prompts with position ids, unless the caller has `placed` them, and the pictures
+    of each.
 
     RequestError where grids, pixels and placeholders do not fit together.
     """
     kinds = [_kinds(spec, row.prompt) for row in rows]
-    passed = any(given.get(name) is not None for name in _KEYWORDS if name != _KINDS)
+    passed = any(name in named for name in _KEYWORDS if name != _KINDS)
     shifted = any(row.begin != row.place for row in rows)
     if not (passed or shifted) and all(row.prompt.embeds is not None for row in rows):
         # What stands at placeholders was embedded by the caller.
@@ -152,21 +153,21 @@ def read_pictures(
             got="inputs_embeds without ids of the same length",
             do="Pass input_ids too, or the features themselves with position_ids and deepstack",
         )
-    _require_kinds(given, kinds, rows)
-    extents = {kind: _extents(spec, given, kind) for kind in (IMAGE, VIDEO)}
+    _require_kinds(named, kinds, rows)
+    extents = {kind: _extents(spec, named, kind) for kind in (IMAGE, VIDEO)}
     shares = {kind: _shares(spec, kind, extents[kind], kinds) for kind in extents}
     prompts = []
     for number, row in enumerate(rows):
         own = [shares[kind][number] for kind in extents]
         prompt = row.prompt
-        if (any(own) or row.begin != row.place) and given.get("position_ids") is None:
+        if (any(own) or row.begin != row.place) and not placed:
             places = np.zeros((AXES, len(row.real)), np.int64)
             found, follows = rope_index(spec, kinds[number][row.real], *own)
             places[:, row.real] = found + row.begin
             given_places = torch.from_numpy(places)
             prompt = replace(prompt, positions=given_places, beyond=row.begin + follows)
         prompts.append(prompt)
-    pictures = [_with_pixels(spec, given, kind, shares[kind], kinds, rows) for kind in extents]
+    pictures = [_with_pixels(spec, named, kind, shares[kind], kinds, rows) for kind in extents]
     return tuple(prompts), tuple(
         (*images, *videos) for images, videos in zip(*pictures, strict=True)
     )
@@ -181,11 +182,11 @@ def _kinds(spec: VisionSpec, prompt: Prompt) -> np.ndarray:
     return kinds_of(spec, np.empty(0, np.int64) if prompt.ids is None else prompt.ids)
 
 
-def _require_kinds(given: Given, kinds: list[np.ndarray], rows: Sequence[PictureRow]) -> None:
+def _require_kinds(named: Named, kinds: list[np.ndarray], rows: Sequence[PictureRow]) -> None:
     """RequestError for token types that say something else than the ids do."""
-    if given.get(_KINDS) is None:
+    if _KINDS not in named:
         return
-    said = as_numbers(_KINDS, given[_KINDS], "(batch, length) numbers").cpu().numpy()
+    said = as_numbers(_KINDS, named[_KINDS], "(batch, length) numbers").cpu().numpy()
     said = said[None] if said.ndim == 1 else said
     do = f"Pass them as the processor returned them with the ids, or leave {_KINDS} out"
     if said.ndim != 2 or len(said) != len(rows):
@@ -224,16 +225,16 @@ def _shares(
     return found
 
 
-def _extents(spec: VisionSpec, given: Given, kind: int) -> list[Extent]:
+def _extents(spec: VisionSpec, named: Named, kind: int) -> list[Extent]:
     """What the call passes as grids; RequestError for what no picture has."""
     pixels, name = _NAMES[kind]
-    if given.get(name) is None:
-        if given.get(pixels) is not None:
+    if name not in named:
+        if pixels in named:
             do = "Pass both, as the processor returned them"
             raise RequestError(f"{pixels} was given without {name}", wanted=name, do=do)
-        _seconds(spec, given, kind, [])
+        _seconds(spec, named, kind, [])
         return []
-    found = as_numbers(name, given[name], "(n, 3) whole numbers")
+    found = as_numbers(name, named[name], "(n, 3) whole numbers")
     whole = not found.is_floating_point() and not found.is_complex() and found.dtype != torch.bool
     if found.dim() != 2 or found.shape[1] != 3 or not whole:
         wanted, got = "(n, 3) whole numbers: frame groups, rows, columns", tuple(found.shape)
@@ -247,17 +248,17 @@ def _extents(spec: VisionSpec, given: Given, kind: int) -> list[Extent]:
                 got=grid,
                 do="Pass grids as the processor returned them",
             )
-    return [Extent(*pair) for pair in zip(grids, _seconds(spec, given, kind, grids), strict=True)]
+    return [Extent(*pair) for pair in zip(grids, _seconds(spec, named, kind, grids), strict=True)]
 
 
-def _seconds(spec: VisionSpec, given: Given, kind: int, grids: list[Grid]) -> list[float]:
+def _seconds(spec: VisionSpec, named: Named, kind: int, grids: list[Grid]) -> list[float]:
     """How long a frame group of each picture lasts."""
-    if given.get(_SECONDS) is not None and spec.time_step is None:
+    if _SECONDS in named and spec.time_step is None:
         what = f"{_SECONDS} has no effect on this model"
         raise RequestError(what, do=f"Leave {_SECONDS} out")
-    if kind == IMAGE or given.get(_SECONDS) is None:
+    if kind == IMAGE or _SECONDS not in named:
         return [1.0] * len(grids)
-    found = as_numbers(_SECONDS, given[_SECONDS], f"{len(grids)} numbers").flatten().tolist()
+    found = as_numbers(_SECONDS, named[_SECONDS], f"{len(grids)} numbers").flatten().tolist()
     if len(found) != len(grids) or not all(0 <= one < 1e6 for one in found):
         wanted = f"one number of seconds for each of {len(grids)} videos"
         raise RequestError(f"{_SECONDS} does not fit the videos", wanted=wanted, got=found[:8])
@@ -266,7 +267,7 @@ def _seconds(spec: VisionSpec, given: Given, kind: int, grids: list[Grid]) -> li
 
 def _with_pixels(
     spec: VisionSpec,
-    given: Given,
+    named: Named,
     kind: int,
     shares: list[list[Extent]],
     kinds: list[np.ndarray],
@@ -283,7 +284,7 @@ def _with_pixels(
     sizes = [int(np.prod(extent.grid, dtype=object)) for extent, _, _ in found]
     everything = sum(sizes)
     fresh = sum(size for size, (_, _, is_new) in zip(sizes, found, strict=True) if is_new)
-    pixels = _read_pixels(spec, name, given.get(name), everything)
+    pixels = _read_pixels(spec, name, named.get(name), everything)
     if len(pixels) not in (everything, fresh):
         also = f", or {fresh} of what is not cached" if fresh < everything else ""
         do = "Pass both as the processor returned them"
@@ -297,7 +298,7 @@ def _with_pixels(
     return [tuple(next(each) for _ in own) for own in shares]
 
 
-def _read_pixels(spec: VisionSpec, name: str, given: Any, most: int) -> Tensor:
+def _read_pixels(spec: VisionSpec, name: str, given: object, most: int) -> Tensor:
     """(n, values) patches, none where nothing is given; RequestError for what is none."""
     if given is None:
         return torch.empty(0, spec.patch_size)
@@ -324,8 +325,6 @@ def with_pictures(
     model: Subject, requests: Sequence[Request], pictures: Sequence[Pictures]
 ) -> tuple[Request, ...]:
     """The requests, whose prompts hold the features of their pictures."""
-    if not any(pictures):
-        return tuple(requests)
     prompts = [request.prompt for request in requests]
     pairs = zip(requests, features_of(model, prompts, pictures), strict=True)
     return tuple(replace(one, prompt=injected_with(one.prompt, own)) for one, own in pairs)

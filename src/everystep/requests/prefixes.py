@@ -12,7 +12,7 @@ from torch import Tensor
 
 from everystep.errors import RequestError, shown
 from everystep.requests.inputs import Inputs
-from everystep.requests.options import Options, Prefix
+from everystep.requests.options import Options, Prefix, adapters_of
 from everystep.requests.subject import Subject
 from everystep.types import InputSpec, Prompt
 
@@ -25,16 +25,12 @@ def read_prefix(given: object) -> Prefix | None:
     raise RequestError("prefix is of another kind", wanted="a Prefix", got=shown(given), do=do)
 
 
-def after_prefix(model: Subject, inputs: Inputs, options: Options) -> Inputs:
-    """Every prompt stands after the prefix of the call, if it has one.
+def after_prefix(prefix: Prefix, model: Subject, inputs: Inputs) -> Inputs:
+    """Return the inputs with every prompt after the prefix.
 
     Where the prefix and what follows are ids, the prompt is all of them; otherwise the positions of
     the prefix have no ids.
     """
-    prefix = options.prefix
-    if prefix is None:
-        return inputs
-    _require_fitting(prefix, model, inputs, options)
     count, head, declared = len(prefix), prefix.ids, declared_of(model)
     if head is not None and all(_only_ids(prompt) for prompt in inputs.prompts):
         prompts = tuple(
@@ -82,13 +78,13 @@ def _moved(prompt: Prompt, prefix: Prefix, declared: Mapping[str, InputSpec]) ->
     return replace(prompt, positions=own, inputs=inputs, past=prefix.past, beyond=beyond)
 
 
-def _require_fitting(prefix: Prefix, model: Subject, inputs: Inputs, options: Options) -> None:
+def require_fitting(prefix: Prefix, model: Subject, inputs: Inputs, options: Options) -> None:
     """RequestError where a call cannot go on from the prefix."""
     e = options.effective
     if prefix.core != model.core:
         do = "Make it anew with this model, and after model.to() or a change of its weights"
         _refuse("is of another model", "the model that it was made with", "another", do)
-    if any(own != prefix.adapters for own in options.adapters(inputs.batch)):
+    if any(own != prefix.adapters for own in adapters_of(options.adapter_names, inputs.batch)):
         got = shown(options.adapter_names)
         do = "Make one for each adapter, with the same adapter_names"
         _refuse("was fed with other adapters", [name for name, _ in prefix.adapters], got, do)
@@ -98,7 +94,7 @@ def _require_fitting(prefix: Prefix, model: Subject, inputs: Inputs, options: Op
         _refuse("contradicts use_cache=False", "one of the two", "both")
     if e.token_healing:
         _refuse("does not go with token_healing", "one of the two", "both")
-    if options.prompt_logprobs is not None:
+    if options.recording.prompt_logprobs is not None:
         _refuse("hides logits of the prompt", "none, for prompt_logprobs", "both")
     if e.cache_implementation == "quantized":
         _refuse("is in full precision", "no quantised cache", "cache_implementation='quantized'")

@@ -6,29 +6,36 @@ can be wrong with a call is known when it returns, before any compute.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 from warnings import warn
+
+import torch
 
 from everystep.cache.containers import Cache
 from everystep.cache.formats import Quantization
 from everystep.config import Effective
 from everystep.config.effective import for_rows
+from everystep.config.fields import PER_ROW
 from everystep.engine.collect import kept_rows
 from everystep.engine.draft_model import DraftModel
+from everystep.engine.forced import ForcedTokens
 from everystep.errors import CapacityError, RequestError
-from everystep.nn.network import Heard
+from everystep.memory import require_memory
+from everystep.nn.network import Full, Heard, State, Store, Window
+from everystep.processors.allowed import AllowedSequences
 from everystep.processors.base import UserProcessor
 from everystep.processors.order import Facts, build
 from everystep.processors.stacking import varies
 from everystep.requests.caches import continued, new_cache, require_possible, row_quantization
 from everystep.requests.drafts import drafts_of
-from everystep.requests.grammars import allowed_in, length_of_allowed, with_forced
+from everystep.requests.grammars import allowed_in, forces
 from everystep.requests.inputs import Inputs, placed, require_begun
-from everystep.requests.needs import require_rows_fit
-from everystep.requests.options import Assistant, Options
-from everystep.requests.prefixes import after_prefix, refuse_unseen_states
+from everystep.requests.options import NO_DRAFTING, Assistant, Options, adapters_of, draws_of
+from everystep.requests.prefixes import after_prefix, refuse_unseen_states, require_fitting
 from everystep.requests.reading import unseen_prompt
 from everystep.requests.readouts import readout_of
 from everystep.requests.strategies import require_known_words, strategy_of
@@ -36,12 +43,21 @@ from everystep.requests.subject import Subject
 from everystep.stops.criteria import longest, merge
 from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
+from everystep.strategies import ConstrainedBeam
 from everystep.text import Spelling
-from everystep.types import Request, Wants
+from everystep.types import Prompt, Request, Wants
+from everystep.types.protocols import MATCHING, Processor
 from everystep.types.request import Drafter, Stop, Strategy
 
 Runs = Literal["continuous", "lockstep", "loop"]
 DEFAULT_NEW = 20
+_OF_ROWS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
+
+
+# Every row gets room for so many positions of its own at once.
+_AHEAD = 16
+# A row's ids, numbers and objects, in bytes.
+_BOOKS = 2048
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,78 +83,143 @@ class Call:
         return self.requests[0].strategy
 
     @property
+    def captures(self) -> bool:
+        """True where hidden states or attentions are part of the result."""
+        e = self.options.effective
+        asked = e.output_hidden_states or e.output_attentions
+        return bool(e.return_dict_in_generate and asked)
+
+    @property
     def kept_rows(self) -> int:
         """Rows per prompt in the scores and layers of a step that callers get."""
         return kept_rows(self.strategy)
 
 
 def prepare(
-    model: Subject,
+    subject: Subject,
     options: Options,
     inputs: Inputs,
     past: Cache | None = None,
     runs: Runs = "continuous",
 ) -> Call:
-    """Every choice made and checked against every other.
+    """Return the call with every choice made and checked against every other.
 
     `past`: the cache object that was passed, which the prompts continue from and which is filled.
     `runs`: whether the rows come and go ("continuous"), are one rectangle and take their steps
     together ("lockstep"), or a loop of the caller's decodes such a rectangle ("loop").
     """
-    inputs = after_prefix(model, inputs, options)
+    if options.prefix is not None:
+        require_fitting(options.prefix, subject, inputs, options)
+        inputs = after_prefix(options.prefix, subject, inputs)
     if options.effective.token_healing:
-        require_healable(inputs, options)
-    new = _most_new(options, inputs, model.context)
-    options = replace(options, effective=_settled(options, inputs, new, model.context))
-    reach = max(inputs.width + new, longest(options.criteria))
+        require_healable(inputs, options.tokenizer)
+    steering, choosing = options.steering, options.choosing
+    new = _most_new(options.effective, inputs, subject.context, steering.allowed)
+    fields = _settled(options.effective, options.ends.pad, inputs, new, subject.context)
+    options = replace(options, effective=fields)
+    reach = inputs.width + new
+    if steering.criteria is not None:
+        reach = max(reach, longest(steering.criteria))
     strategy = strategy_of(options, reach - inputs.width)
-    drafter, verification = drafts_of(model, options, strategy)
-    _require_places(model, drafter, inputs, new)
-    require_known_words(strategy, model.vocab_size)
+    if isinstance(strategy, ConstrainedBeam):
+        require_known_words(strategy.constraints, subject.vocab_size)
+    drafter, verification, drafting = None, MATCHING, options.drafting
+    by_field = fields.prompt_lookup_num_tokens or fields.assistant_early_exit
+    if drafting is not NO_DRAFTING or by_field:
+        drafter, verification = drafts_of(subject, options, strategy)
+    _require_places(subject.core.network.most_positions, drafter, inputs, new)
     drafts = drafter is not None
-    inputs, cache = _cached(model, options, inputs, past, runs, strategy, new, drafts)
-    how = row_quantization(options.effective, model, past)
+    inputs, cache = _cached(subject, options, inputs, past, runs, strategy, new, drafts)
+    how = None
+    if past is not None or fields.cache_implementation is not None:
+        how = row_quantization(fields, subject, past)
     stops = _stops(options, inputs.width + new)
-    drafter = drafter if runs == "loop" else with_forced(drafter, options, strategy, model)
-    processors = _processors(model, options, inputs, new, strategy)
-    rows = options.captures or options.returns("output_scores", "output_logits")
-    returned = rows or cache is not None
-    lingers = runs == "lockstep" and (returned or _watches(processors, stops))
+    free = steering.grammar is not None and not steering.watches and strategy.reads.alone
+    if free and runs != "loop" and forces(subject):
+        drafter = ForcedTokens(drafter)
+    processors = _processors(subject, options, inputs, new, strategy)
+    lingers = runs == "lockstep" and _linger(options, cache, processors, stops)
     alike = kept_rows(strategy) == strategy.width and (inputs.batch == 1 or drafter is None)
     wants = _wants(options, inputs, cached=cache is not None, history=alike and lingers)
-    readout, companions = readout_of(model, options, inputs)
-    draws = options.draws(inputs.number, inputs.batch)
-    adapters = options.adapters(inputs.batch)
-    requests = tuple(
-        Request(
+    readout, companions = None, ((),) * inputs.batch
+    if fields.guidance_scale is not None or fields.dola_layers or choosing.contrast is not None:
+        readout, companions = readout_of(subject, fields, choosing.contrast, steering, inputs)
+    made = partial(
+        Request,
+        strategy=strategy,
+        stops=stops,
+        readout=readout,
+        drafter=drafter,
+        verification=verification,
+        wants=wants,
+        linger=lingers,
+        salt=options.salt,
+        hooks=steering.hooks,
+    )
+    together = runs != "continuous"
+    require_rows_fit(subject, inputs, strategy.width, together=together, coded=how is not None)
+    rows = _requests(made, subject.vocab_size, options, inputs, reach, processors, companions)
+    return Call(options, inputs, rows, runs, cache, how)
+
+
+def _requests(
+    made: Callable[..., Request],
+    vocabulary: int,
+    options: Options,
+    inputs: Inputs,
+    reach: int,
+    processors: Sequence[tuple[Processor, ...]],
+    companions: Sequence[tuple[Prompt, ...]],
+) -> tuple[Request, ...]:
+    """Return the request of each row, `made` with what differs from row to row."""
+    draws = draws_of(options.seed, inputs.number, inputs.batch)
+    adapters: tuple[tuple[tuple[str, float], ...], ...] = ((),) * inputs.batch
+    if options.adapter_names is not None:
+        adapters = adapters_of(options.adapter_names, inputs.batch)
+    pads, fill = inputs.pads, options.ends.fill
+    return tuple(
+        made(
             request_id=str(inputs.number + row),
             prompt=prompt,
-            strategy=strategy,
             draws=draws[row],
             processors=processors[row],
-            stops=stops,
             companions=companions[row],
-            readout=readout,
-            drafter=drafter,
-            verification=verification,
-            wants=wants,
-            max_length=reach - inputs.pads[row] + prompt.hidden,
-            pad_prefix=inputs.pads[row],
+            max_length=reach - pads[row] + prompt.hidden,
+            pad_prefix=pads[row],
             # A row that has ended is fed with it, so it must be a token.
-            pad_token=options.fill if 0 <= options.fill < model.vocab_size else 0,
+            pad_token=fill if 0 <= fill < vocabulary else 0,
             prefix_token=inputs.fills[row] if inputs.fills else None,
-            linger=lingers,
-            salt=options.salt,
-            hooks=options.hooks,
             adapters=adapters[row],
         )
         for row, prompt in enumerate(inputs.prompts)
     )
-    return _fitting(model, Call(options, inputs, requests, runs, cache, how))
+
+
+def _linger(
+    options: Options,
+    cache: Cache | None,
+    processors: Sequence[tuple[Processor, ...]],
+    stops: Sequence[Stop],
+) -> bool:
+    """Return True where rows of a rectangle stay until the last has ended: the result has them all,
+    or the caller's own processors or criteria count on them.
+
+    Ours look at each row by itself, also those that a caller has made.
+    """
+    fields, steering = options.effective, options.steering
+    if cache is not None or (
+        fields.return_dict_in_generate and any(fields[name] for name in _OF_ROWS)
+    ):
+        return True
+    if not steering.processors and steering.criteria is None:
+        return False
+    own = (one for each in processors for one in each if isinstance(one, UserProcessor))
+    criteria = any(isinstance(one, UserStop) for one in stops)
+    return criteria or not all(one.takes_rows for one in own)
 
 
 def _cached(
-    model: Subject,
+    subject: Subject,
     options: Options,
     inputs: Inputs,
     past: Cache | None,
@@ -147,41 +228,42 @@ def _cached(
     new: int,
     drafts: bool,
 ) -> tuple[Inputs, Cache | None]:
-    """The inputs after what is cached, at their positions, and the cache object that is filled."""
+    """Return the inputs after what is cached, at their positions, and the cache object that is
+    filled."""
     hidden = strategy.reads.hidden and runs != "loop"
     if options.prefix is not None and hidden:
         refuse_unseen_states()
-    cache, positions = past, inputs.total_width + new - 1
+    cache, positions, fields = past, inputs.total_width + new - 1, options.effective
     if past is not None:
-        require_possible(past, options, positions, drafts=drafts)
+        heals, known = bool(fields.token_healing), options.recording.prompt_logprobs is not None
+        require_possible(past, positions, drafts=drafts, heals=heals, prompt_logprobs=known)
         inputs = continued(inputs, past, strategy.width, hidden=hidden)
-    elif runs != "continuous":
-        made = new_cache(options.effective, inputs, model, positions, drafts=drafts)
-        cache = made if runs == "loop" or options.effective.return_dict_in_generate else None
-    inputs = placed(inputs, new)
-    require_begun(inputs)
+    elif runs == "loop" or (runs == "lockstep" and fields.return_dict_in_generate):
+        cache = new_cache(fields, inputs, subject, positions, drafts=drafts)
+    elif runs == "lockstep" and fields.cache_implementation is not None:
+        new_cache(fields, inputs, subject, positions, drafts=drafts)  # which refuses what cannot be
+    if inputs.place is not None:
+        inputs = placed(inputs, inputs.place, new)
+    if past is not None or options.prefix is not None:
+        require_begun(inputs.prompts)
     return inputs, cache
 
 
-def _fitting(model: Subject, call: Call) -> Call:
-    """The call; CapacityError where its rows cannot be held."""
-    together, coded = call.runs != "continuous", call.quantization is not None
-    require_rows_fit(model, call.inputs, call.strategy.width, together=together, coded=coded)
-    return call
-
-
-def _most_new(options: Options, inputs: Inputs, context: int | None) -> int:
-    """How many tokens may follow the positions of a prompt, which count once, whether they are ids,
-    embeddings or both; padding counts with them, as it stands in the rectangle that is returned.
-    Ids that are not those of the positions count beside them in `max_length`, as in transformers.
+def _most_new(
+    e: Effective, inputs: Inputs, context: int | None, allowed: Sequence[AllowedSequences]
+) -> int:
+    """Return how many tokens may follow the positions of a prompt, which count once, whether they
+    are ids, embeddings or both; padding counts with them, as it stands in the rectangle that is
+    returned. Ids that are not those of the positions count beside them in `max_length`, as in
+    transformers.
 
     `max_new_tokens` wins over `max_length`; without either, as many as the context leaves, at most
     the default or what the allowed sequences need.
     """
-    e, prompt = options.effective, inputs.prompt_width
-    default = length_of_allowed(options, DEFAULT_NEW)
     if e.max_new_tokens is not None:
         return int(e.max_new_tokens)
+    prompt = inputs.prompt_width
+    default = max((one.longest + 1 for one in allowed), default=DEFAULT_NEW)
     if e.source("max_length") != "default" and e.max_length is not None:
         counted = inputs.counted_width
         if counted >= int(e.max_length):
@@ -213,10 +295,10 @@ def require_unfilled(length: int, context: int | None) -> None:
         )
 
 
-def _require_places(model: Subject, drafter: Drafter | None, inputs: Inputs, new: int) -> None:
+def _require_places(most: int | None, drafter: Drafter | None, inputs: Inputs, new: int) -> None:
     """RequestError where a row may leave the positions that its model has embeddings for, or the
     one that drafts for it."""
-    limits = {"the model": model.core.network.most_positions}
+    limits = {} if most is None else {"the model": most}
     if isinstance(drafter, DraftModel) and isinstance(drafter.open, Assistant):
         limits["assistant_model"] = drafter.open.most_positions
     prompt = max(one.length for one in inputs.prompts)
@@ -231,25 +313,29 @@ def _require_places(model: Subject, drafter: Drafter | None, inputs: Inputs, new
             )
 
 
-def _settled(options: Options, inputs: Inputs, new: int, context: int | None) -> Effective:
-    """The configuration with the length and the pad id in force, and a notice to a caller who asks
-    for more than the model was made for."""
-    e = options.effective
+def _settled(
+    e: Effective, pad: int | None, inputs: Inputs, new: int, context: int | None
+) -> Effective:
+    """Return the configuration with the length and the pad id in force, and a notice to a caller
+    who asks for more than the model was made for."""
     by = "max_length" if e.max_new_tokens is None else "max_new_tokens"
-    _check_least(e, by, inputs.counted_width, new)
+    if "min_length" in e.caller or "min_new_tokens" in e.caller:
+        _check_least(e, by, inputs.counted_width, new)
     positions = inputs.total_width + new - 1  # the last token is not fed
+    notices: tuple[str, ...] = ()
     if context is not None and by in e.caller and positions > context:
-        notice = (
+        notices = (
             f"{by}={e[by]} leads beyond what the model was made for; wanted at most {context} "
             f"positions; got {inputs.total_width} of the prompt and up to {new} new ones. "
-            f"Lower {by}, or expect the text to get worse there."
+            f"Lower {by}, or expect the text to get worse there.",
         )
-        e = replace(e, notices=(*e.notices, notice))
     if not inputs.width and inputs.source is None:
-        e = replace(e, notices=(*e.notices, *unseen_prompt(e)))
-    e = e.replaced(e.source(by), max_length=inputs.counted_width + new)
-    if e.pad_token_id is None and options.pad is not None:
-        e = e.replaced(e.source("eos_token_id"), pad_token_id=options.pad)
+        notices += unseen_prompt(e)
+    if notices:
+        e = replace(e, notices=(*e.notices, *notices))
+    e = e.replaced(e.sources[by], max_length=inputs.counted_width + new)
+    if e.pad_token_id is None and pad is not None:
+        e = e.replaced(e.source("eos_token_id"), pad_token_id=pad)
     return e
 
 
@@ -269,119 +355,120 @@ def _check_least(e: Effective, most: str, prompt: int, new: int) -> None:
 
 
 def _stops(options: Options, visible: int) -> tuple[Stop, ...]:
-    """Every reason to end a sequence, the caller's own criteria included."""
-    e = options.effective
+    """Return every reason to end a sequence, the caller's own criteria included."""
+    e, tokenizer, eos = options.effective, options.tokenizer, options.ends.eos
+    criteria = options.steering.criteria
     stops: list[Stop] = [MaxLength(visible)]
     if e.max_time is not None:
         stops.append(MaxTime.after(float(e.max_time)))
     if e.stop_strings is not None:
-        if options.tokenizer is None:
+        if tokenizer is None:
             do = "Pass tokenizer=tokenizer to generate"
             raise RequestError(
                 "stop_strings needs a tokenizer", wanted="tokenizer=...", got="none", do=do
             )
         one = isinstance(e.stop_strings, str)
         strings = (e.stop_strings,) if one else tuple(e.stop_strings)
-        stops.append(StopStrings(strings, Spelling.of(options.tokenizer)))
-    if options.eos:
-        stops.append(EosToken(options.eos))
-    return merge(stops, options.criteria)
+        stops.append(StopStrings(strings, Spelling.of(tokenizer)))
+    if eos:
+        stops.append(EosToken(eos))
+    return tuple(stops) if criteria is None else merge(stops, criteria)
 
 
 def _wants(options: Options, inputs: Inputs, *, cached: bool, history: bool) -> Wants:
-    """What is recorded only because the caller asked for it.
+    """Return what is recorded only because the caller asked for it.
 
     `history`: criteria may read scores, since all rows take the same steps and stay. Drafts of
     several are not accepted alike, and of candidates it is known a step later which row they came
     from.
     """
-    if options.prompt_logprobs is not None and inputs.embeds_width:
+    fields = options.effective
+    returned, watched = bool(fields.return_dict_in_generate), bool(options.steering.criteria)
+    recording, best_of = options.recording, options.choosing.best_of
+    if recording.prompt_logprobs is not None and inputs.embeds_width:
         raise RequestError(
             "prompt_logprobs needs to know what the prompt says",
             wanted="a prompt with one id per position",
             got=f"inputs_embeds and {inputs.width} ids" if inputs.width else "inputs_embeds only",
             do="Pass input_ids too, or leave prompt_logprobs out",
         )
-    judged = options.best_of is not None and options.best_of.by == "likelihood"
+    judged = best_of is not None and best_of.by == "likelihood"
     return Wants(
-        layers=options.returns("output_hidden_states"),
-        attentions=options.returns("output_attentions"),
-        logprobs=0 if judged and options.logprobs is None else options.logprobs,
-        prompt_logprobs=options.prompt_logprobs,
+        layers=returned and bool(fields.output_hidden_states),
+        attentions=returned and bool(fields.output_attentions),
+        logprobs=0 if judged and recording.logprobs is None else recording.logprobs,
+        prompt_logprobs=recording.prompt_logprobs,
         cache=cached,
-        history=history and options.returns("output_scores") and bool(options.criteria),
+        history=history and watched and returned and bool(fields.output_scores),
     )
-
-
-def _watches(processors: Sequence[tuple[Any, ...]], stops: Sequence[Stop]) -> bool:
-    """Whether the caller's own processors or criteria count on the rows of the whole rectangle.
-
-    Ours look at each row by itself, also those that a caller has made.
-    """
-    own = (one for each in processors for one in each if isinstance(one, UserProcessor))
-    criteria = any(isinstance(one, UserStop) for one in stops)
-    return criteria or not all(one.takes_rows for one in own)
 
 
 def _processors(
-    model: Subject, options: Options, inputs: Inputs, new: int, strategy: Strategy
-) -> list[tuple[Any, ...]]:
-    """One tuple per row; the same one for all rows unless something depends on the row."""
-    e, rows = options.effective, range(inputs.batch)
+    subject: Subject, options: Options, inputs: Inputs, new: int, strategy: Strategy
+) -> list[tuple[Processor, ...]]:
+    """Return one tuple per row; the same one for all rows unless something depends on the row."""
+    e, steering, ends = options.effective, options.steering, options.ends
     # In visible ids: positions of embeddings count, and `min_new_tokens` goes before `min_length`.
     least = 0 if e.min_new_tokens is not None else int(e.min_length or 0) - inputs.embeds_width
-    each = for_rows(e.replaced("default", min_length=max(least, 0)), inputs.batch)
-    allowed = allowed_in(options, inputs.batch, new, model.vocab_size)
-    searches = not strategy.streams and options.best_of is None
+    if e.min_length != max(least, 0):
+        e = e.replaced("default", min_length=max(least, 0))
+    each = [e] * inputs.batch
+    if any(isinstance(e[name], list) for name in PER_ROW):
+        each = for_rows(e, inputs.batch)
+    allowed = steering.allowed
+    if allowed:
+        allowed = allowed_in(allowed, ends.eos, inputs.batch, new, subject.vocab_size)
+    searches = not strategy.streams and options.choosing.best_of is None
     beams = strategy.width if searches else 1
+    tokenizer: Any = options.tokenizer
+    reads = (e.encoder_repetition_penalty or 1.0) != 1.0 or bool(e.encoder_no_repeat_ngram_size)
 
     def encode(text: str) -> list[int]:
-        ids: list[int] = options.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def made(row: int) -> tuple[Any, ...]:
+    def made(row: int) -> tuple[Processor, ...]:
         number = inputs.number + row
         facts = Facts(
-            eos=options.eos,
+            eos=ends.eos,
             prompt_length=inputs.width,
             max_length=inputs.width + new,
-            encoder_ids=_read_ids(options, inputs, row),
+            encoder_ids=_read_ids(inputs, row, ends.fill) if reads else None,
             beams=beams,
-            vocab_size=model.vocab_size,
+            vocab_size=subject.vocab_size,
             row=row,
             rows=inputs.batch,
             first_row=number if beams > 1 else number * strategy.width,
-            prefix_allowed_tokens_fn=options.prefix_allowed_tokens,
-            user=options.processors,
+            prefix_allowed_tokens_fn=steering.prefix_allowed_tokens,
+            user=steering.processors,
             allowed=allowed[row] if allowed else None,
-            encode=None if options.tokenizer is None else encode,
-            grammar=options.grammar,
+            encode=None if tokenizer is None else encode,
+            grammar=steering.grammar,
         )
-        return build(each[row], facts)
+        return build(each[row].values_by_name, facts)
 
     differ = (
-        each[0] is not each[-1],
-        e.encoder_repetition_penalty != 1.0,
-        e.encoder_no_repeat_ngram_size,
-        options.prefix_allowed_tokens is not None,
-        len(options.allowed) > 1,
-        *map(varies, options.processors),
+        each[0] is not each[-1]
+        or reads
+        or steering.prefix_allowed_tokens is not None
+        or len(steering.allowed) > 1
+        or any(map(varies, steering.processors))
     )
-    return [made(row) for row in rows] if any(differ) else [made(0)] * inputs.batch
+    return [made(row) for row in range(inputs.batch)] if differ else [made(0)] * inputs.batch
 
 
-def _read_ids(options: Options, inputs: Inputs, row: int) -> tuple[int, ...] | None:
-    """The ids that the encoder, or a decoder alone, reads with their padding; None if unknown."""
+def _read_ids(inputs: Inputs, row: int, fill: int) -> tuple[int, ...] | None:
+    """Return the ids that the encoder, or a decoder alone, reads with their padding; None if
+    unknown."""
     if inputs.source is not None:
         return tuple(inputs.source.ids[row].tolist()) if inputs.source.ids else None
     if inputs.prompts[row].ids is None:
         return None
-    return tuple(inputs.visible(row, options.fill).tolist())
+    return tuple(inputs.visible(row, fill).tolist())
 
 
-def require_healable(inputs: Inputs, options: Options) -> None:
+def require_healable(inputs: Inputs, tokenizer: object) -> None:
     """RequestError unless these prompts are text of a tokenizer whose vocabulary can be read."""
-    tokenizer = options.tokenizer
     if not callable(getattr(tokenizer, "get_vocab", None)):
         raise RequestError(
             "token_healing needs a tokenizer",
@@ -409,3 +496,45 @@ def require_healable(inputs: Inputs, options: Options) -> None:
                 got=name,
                 do=f"Leave token_healing or {name} out",
             )
+
+
+# --- what it takes of memory ----------------------------------------------------------------------
+
+
+def require_rows_fit(
+    model: Subject, inputs: Inputs, width: int, *, together: bool, coded: bool
+) -> None:
+    """CapacityError where the prompts, `width` rows each, cannot be held: all of them `together`,
+    or one at a time.
+
+    `coded`: rows keep codes, of half a byte perhaps.
+    """
+    prompts, length = inputs.batch if together else 1, inputs.width
+    size = 0.5 if coded else getattr(torch, model.cache_dtype).itemsize
+    shared, own = _of_row(model, length), _of_row(model, _AHEAD)
+    needed = math.ceil(prompts * (size * (shared + width * own) + width * _BOOKS))
+    rows = prompts * width
+    counted = f"{rows} row{'s' * (rows > 1)} after {length} position{'s' * (length > 1)}"
+    what = f"a call of {counted}"
+    do = "Ask for fewer rows (num_beams, num_return_sequences, the batch) or shorten the prompts"
+    require_memory(needed, what, do, model.device)
+
+
+def row_bytes(model: Subject, length: int) -> int:
+    """Bytes of what a row of so many positions keeps in full precision."""
+    return int(getattr(torch, model.cache_dtype).itemsize * _of_row(model, length))
+
+
+def _of_row(model: Subject, length: int) -> int:
+    """How many numbers a row of so many positions keeps."""
+    return sum(_numbers(one, length) for layer in model.core.network.stores for one in layer)
+
+
+def _numbers(store: Store, length: int) -> int:
+    """How many numbers a store keeps of so many positions."""
+    if isinstance(store, State):
+        return sum(map(math.prod, store.shapes))
+    if isinstance(store, Full | Window):
+        seen = min(length, store.size) if isinstance(store, Window) else length
+        return store.heads * (store.key_dim + store.value_dim) * seen
+    return 0

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from everystep.errors import RequestError, TokenizerError, UnknownArgumentError, nearest
 from everystep.images.tokenizer import PictureTokenizer, has_pictures
-from everystep.requests.arrays import as_numbers, has_holes
+from everystep.requests.arrays import as_numbers
+from everystep.requests.door import CONTENTS, IN_PROMPTS, PromptValues
 from everystep.requests.options import Prefix
 from everystep.requests.pictures import prompt_names
 from everystep.requests.prefixes import rest_of
@@ -42,13 +43,6 @@ Messages = Sequence[Mapping[str, Any]]
 PromptLike = str | Sequence[int] | Messages | Tensor | np.ndarray | Mapping[str, Any]
 
 _ONE_ROW = "Pass each prompt by itself in a list: texts, messages, or lists of ids"
-_CONTENTS = ("text", "messages", "input_ids", "inputs_embeds")
-_KEYS = (*_CONTENTS, "attention_mask", "position_ids")
-
-
-def _contents(model: Subject) -> tuple[str, ...]:
-    """What a prompt has one of: ids in some form, or what an encoder reads in their place."""
-    return _CONTENTS if model.core.source is None else (model.core.source,)
 
 
 def listed(prompts: Any) -> tuple[Iterable[PromptLike], bool]:
@@ -72,20 +66,6 @@ def is_messages(prompt: object) -> bool:
     return isinstance(first, Mapping) and "role" in first
 
 
-def needed(model: Subject, prompts: object) -> frozenset[str]:
-    """What an executor must be able to do for all of these prompts, where that can be seen before
-    they are asked for one by one."""
-    found: set[str] = set()
-    for prompt in prompts if isinstance(prompts, list | tuple) else ():
-        if isinstance(prompt, Mapping):
-            if not model.is_encoder_decoder:
-                found.update(name for name in prompt if name in model.inputs)
-            mask = prompt.get("attention_mask")
-            if mask is not None and (np.ndim(mask) > 2 or has_holes(torch.as_tensor(mask))):
-                found.add("mask")
-    return frozenset(found)
-
-
 def read_prompt(
     model: Subject,
     tokenizer: TokenizerLike | None,
@@ -93,72 +73,63 @@ def read_prompt(
     *,
     starts_answer: bool,
     prefix: Prefix | None = None,
-) -> dict[str, Any]:
-    """What `model.generate` would be given for this prompt: a rectangle of one row.
+) -> PromptValues:
+    """Return what `model.generate` would be given for this prompt: a rectangle of one row.
 
     After a prefix a text gets no special tokens; messages are the whole conversation, which begins
     with the prefix, and only the rest of it is returned.
     """
+    source = model.core.source
     if not isinstance(prompt, Mapping):
-        if model.core.source is not None:
-            _require_content(model, {"input_ids": prompt})
-        given = _read_text(tokenizer, prompt, starts_answer, prefix)
-    else:
-        _require_content(model, prompt)
-        given = {name: _row(model, name, value) for name, value in prompt.items()}
-        given = {name: value for name, value in given.items() if value is not None}
-        for name in ("text", "messages"):
-            if name in given:
-                given |= _read_text(tokenizer, given.pop(name), starts_answer, prefix)
-    if "attention_mask" not in given and model.core.source is None:
-        first = given.get("inputs_embeds", given.get("input_ids"))
-        shape = np.shape(first)[:2]  # type: ignore[arg-type]
-        given["attention_mask"] = np.ones(shape, dtype=np.int64)
-    return given
+        if source is not None:
+            _require_content({"input_ids": prompt}, (source,))
+        return _with_mask(_read_text(tokenizer, prompt, starts_answer, prefix), source)
+    known = (*IN_PROMPTS, *model.inputs, *prompt_names(model))
+    _require_known(prompt, known)
+    _require_content(prompt, CONTENTS if source is None else (source,))
+    given = {name: value for name, value in prompt.items() if value is not None}
+    text = next((given.pop(name) for name in ("text", "messages") if name in given), None)
+    values = {name: _row(model, name, value) for name, value in given.items()}
+    if text is not None:
+        values |= _read_text(tokenizer, text, starts_answer, prefix)
+    return _with_mask(values, source)
 
 
-def refuse_inputs(model: Subject, given: Mapping[str, Any]) -> None:
-    """RequestError for inputs of one prompt among the keywords that all prompts have in common."""
-    for name in _keys(model):
-        if given.get(name) is not None:
-            beside = "" if name in _CONTENTS else "'text': ..., "
-            raise RequestError(
-                f"{name} belongs to one prompt, and not to all of them",
-                wanted="a prompt that is a mapping",
-                got=f"{name} as a keyword",
-                do=f"Pass the prompt as {{{beside}{name!r}: ...}}",
-            )
+def _with_mask(values: dict[str, Any], source: str | None) -> PromptValues:
+    """Return the values of one row, all of which is read where nothing says otherwise."""
+    if "attention_mask" not in values and source is None:
+        first = values.get("inputs_embeds", values.get("input_ids"))
+        values["attention_mask"] = np.ones(np.shape(first)[:2], dtype=np.int64)  # type: ignore[arg-type]
+    return PromptValues.of(values)
 
 
-def _keys(model: Subject) -> tuple[str, ...]:
-    """What a prompt that is a mapping may hold."""
-    return (*_KEYS, *model.inputs, *prompt_names(model))
-
-
-def _require_content(model: Subject, prompt: Mapping[str, Any]) -> None:
-    """RequestError unless the mapping has one content, and names that are known."""
-    known, contents = _keys(model), _contents(model)
+def _require_known(prompt: Mapping[str, Any], known: Sequence[str]) -> None:
+    """UnknownArgumentError for a key that no prompt of the model has."""
     for name in prompt:
         if name not in known:
             near = nearest(str(name), known)
             do = f"Perhaps you meant {near}" if near else f"Keys are {', '.join(known)}"
             raise UnknownArgumentError(f"a prompt has no {name!r}", do=do)
-    passed = {name for name in (*_CONTENTS, *contents) if prompt.get(name) is not None}
+
+
+def _require_content(prompt: Mapping[str, Any], contents: Sequence[str]) -> None:
+    """RequestError unless the mapping has one of the contents."""
+    passed = {name for name in (*CONTENTS, *contents) if prompt.get(name) is not None}
     if (len(passed) == 1 and passed <= {*contents}) or passed == {"input_ids", "inputs_embeds"}:
         return
     of_ids = "text, messages, input_ids, inputs_embeds, or both of the latter"
     raise RequestError(
         "a prompt has not one content",
-        wanted=of_ids if contents is _CONTENTS else f"a mapping with {contents[0]}",
+        wanted=of_ids if contents is CONTENTS else f"a mapping with {contents[0]}",
         got=", ".join(sorted(passed)) or "none of them",
     )
 
 
 def _row(model: Subject, name: str, value: Any) -> Any:
     """A value of one row in a batch of one."""
-    if value is None or name in ("text", "messages") or callable(value):
+    if callable(value):
         return value
-    if name not in _KEYS and name not in model.inputs:
+    if name not in IN_PROMPTS and name not in model.inputs:
         return value  # what an encoder reads says its own shape
     if not isinstance(value, Tensor):
         try:
@@ -189,7 +160,7 @@ def _read_text(
     tokenizer: TokenizerLike | None, prompt: Any, starts_answer: bool, prefix: Prefix | None
 ) -> dict[str, Any]:
     """The ids of a text, of messages or of ids, (1, n), and the pictures of messages."""
-    if not is_messages(prompt) or not has_pictures(prompt):
+    if isinstance(prompt, str) or not is_messages(prompt) or not has_pictures(prompt):
         return {"input_ids": _ids(tokenizer, prompt, starts_answer, prefix)[None]}
     if not isinstance(tokenizer, PictureTokenizer) or prefix is not None:
         raise RequestError(

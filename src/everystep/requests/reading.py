@@ -1,29 +1,29 @@
-"""What a call asks for beside its prompt: every keyword sorted, read, judged and kept once."""
+"""What a call asks for beside its prompt: its arguments read, judged and kept once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from everystep.config import FIELDS, Effective, merge_configs
-from everystep.config.fields import ELSEWHERE
-from everystep.errors import RequestError, UnknownArgumentError, nearest, shown
-from everystep.requests.absent import (
-    ARGUMENTS_LATER,
-    ARGUMENTS_NEVER,
-    refuse_argument,
-    refuse_fields,
-)
+from everystep.errors import RequestError, shown
+from everystep.processors.grammars.source import KINDS
+from everystep.requests.absent import REFUSED_FIELDS, refuse_fields
 from everystep.requests.arrays import read_adapters, read_functions, read_hooks, read_text, require
-from everystep.requests.drafts import read_assistant, read_corpus, with_draft_notices
+from everystep.requests.door import NO_OBJECTS, Arguments, Beside, Objects
+from everystep.requests.drafts import OF_DRAFTING, draft_notices, read_assistant, read_corpus
 from everystep.requests.grammars import read_allowed, read_grammar
 from everystep.requests.options import (
-    CONFIG_FIELDS,
-    OBJECTS,
+    BY_FIELDS,
+    NO_DRAFTING,
+    Choosing,
+    DraftSources,
+    Ends,
     Options,
+    Recording,
+    Steering,
 )
-from everystep.requests.pictures import prompt_names
 from everystep.requests.prefixes import read_prefix
 from everystep.requests.readouts import read_contrast
 from everystep.requests.strategies import read_best_of, read_n_best, read_strategy, refuse_beside
@@ -31,71 +31,109 @@ from everystep.requests.subject import Subject
 from everystep.stops.criteria import MaxLengthCriteria
 from everystep.types import FinishReason
 
+_BEYOND = (
+    "pad_token_id={} is beyond the vocabulary of {}: it fills up what is returned, and no prompt "
+    "can hold it. Set it to an id of the vocabulary."
+)
 _READ_IDS = ("repetition_penalty", "no_repeat_ngram_size")
 
 
-def read_options(
-    model: Subject, given: Mapping[str, Any], beside: Iterable[str], tokenizer: Any
-) -> Options:
-    """The options of a call with these keywords: fields of the configuration, `OBJECTS`, and names
-    `beside` them, which are for others to read.
+def read_options(subject: Subject, given: Arguments, tokenizer: object) -> Options:
+    """Return what a call with these arguments asks for beside its prompt; RequestError for what is
+    impossible, contradicts something else, or cannot be done."""
+    objects, beside, size = given.objects, given.beside, subject.vocab_size
+    fields = merge_configs(given.fields, objects.generation_config, subject.generation_config)
+    if not fields.caller.isdisjoint(REFUSED_FIELDS):
+        refuse_fields(fields)
+    ends, drafting, notices = _special_ids(fields, size), NO_DRAFTING, fields.notices
+    if (fields.pad_token_id or 0) >= size and "pad_token_id" in fields.caller:
+        notices = (*notices, _BEYOND.format(fields.pad_token_id, size))
+    if objects is not NO_OBJECTS:
+        drafting = _read_drafting(objects)
+    if not fields.caller.isdisjoint(OF_DRAFTING):
+        notices = (*notices, *draft_notices(fields, drafting))
+    options = Options(
+        fields if notices is fields.notices else replace(fields, notices=notices),
+        ends,
+        drafting=drafting,
+        tokenizer=None if tokenizer is None else require("tokenizer", tokenizer, "decode"),
+        seed=objects.seed,
+    )
+    if objects is not NO_OBJECTS:
+        options = replace(
+            options,
+            steering=_read_steering(objects, tokenizer, ends, size),
+            choosing=_read_choosing(subject, objects, fields, tokenizer),
+            recording=_read_recording(objects, beside, size),
+            prefix=read_prefix(objects.prefix),
+            adapter_names=read_adapters(objects.adapter_names, subject.adapters),
+        )
+    elif beside.return_legacy_cache:
+        options = replace(options, recording=_read_recording(objects, beside, size))
+    if beside.cache_salt is not None:
+        options = replace(options, salt=read_text("cache_salt", beside.cache_salt))
+    return options
 
-    UnknownArgumentError, which proposes the nearest name, for other names; RequestError for what is
-    impossible, contradicts something else, or cannot be done.
-    """
-    named = (*model.inputs, *prompt_names(model))
-    _refuse_unknown(given, {*OBJECTS, *named, *beside})
-    given, own = read_strategy(given)
-    config = {name: value for name, value in given.items() if name in CONFIG_FIELDS}
-    effective = merge_configs(config, given.get("generation_config"), model.generation_config)
-    refuse_fields(effective)
-    if own is not None:
-        refuse_beside(effective, own)
-    effective = _with_pad_notice(effective, model.vocab_size)
-    assistant, corpus = read_assistant(given), read_corpus(given)
-    effective = with_draft_notices(effective, assistant, corpus)
-    for name in ("logprobs", "prompt_logprobs"):
-        if given.get(name) is not None:
-            require_count(name, given[name], model.vocab_size)
-    prefix = given.get("prefix_allowed_tokens_fn")
-    special = _special_ids(effective, model.vocab_size)
-    return Options(
-        effective,
-        *special,
-        processors=read_functions("logits_processor", given.get("logits_processor")),
-        criteria=given.get("stopping_criteria"),
-        prefix_allowed_tokens=require("prefix_allowed_tokens_fn", prefix, "__call__"),
-        allowed=read_allowed(given.get("allowed_sequences"), tokenizer),
-        tokenizer=require("tokenizer", tokenizer, "decode"),
-        seed=given.get("seed"),
-        logprobs=given.get("logprobs"),
-        prompt_logprobs=given.get("prompt_logprobs"),
-        legacy_cache=bool(given.get("return_legacy_cache")),
-        prefix=read_prefix(given.get("prefix")),
-        salt=read_text("cache_salt", given.get("cache_salt")),
-        hooks=read_hooks(given.get("hooks")),
-        contrast=read_contrast(model, given),
-        n_best=read_n_best(given, effective),
-        best_of=read_best_of(given, effective, tokenizer),
-        adapter_names=read_adapters(given.get("adapter_names"), model.adapters),
-        grammar=read_grammar(given, tokenizer, special[0], model.vocab_size),
-        assistant=assistant,
-        corpus=corpus,
-        strategy=own,
+
+def _read_drafting(objects: Objects) -> DraftSources:
+    model, tokenizer = objects.assistant_model, objects.assistant_tokenizer
+    if model is None and tokenizer is None and objects.draft_corpus is None:
+        return NO_DRAFTING
+    return DraftSources(read_assistant(model, tokenizer), read_corpus(objects.draft_corpus))
+
+
+def _read_steering(objects: Objects, tokenizer: object, ends: Ends, vocabulary: int) -> Steering:
+    asked = {kind: getattr(objects, kind) for kind in KINDS}
+    prefix_allowed = objects.prefix_allowed_tokens_fn
+    return Steering(
+        read_functions("logits_processor", objects.logits_processor),
+        objects.stopping_criteria,
+        require("prefix_allowed_tokens_fn", prefix_allowed, "__call__"),
+        read_allowed(objects.allowed_sequences, tokenizer),
+        read_grammar(asked, tokenizer, ends.eos, vocabulary),
+        read_hooks(objects.hooks),
+    )
+
+
+def _read_choosing(
+    subject: Subject, objects: Objects, fields: Effective, tokenizer: object
+) -> Choosing:
+    strategy = read_strategy(objects.strategy, objects.strategy_options)
+    if strategy is not None:
+        refuse_beside(fields, strategy)
+    amateur = objects.amateur_model, objects.contrast_alpha, objects.contrast_beta
+    contrast = read_contrast(subject, *amateur)
+    n_best = read_n_best(objects.n_best, fields)
+    choice = objects.best_of, objects.majority, objects.scorer
+    best_of = read_best_of(*choice, fields, tokenizer)
+    if strategy is None and contrast is None and n_best is None and best_of is None:
+        return BY_FIELDS
+    return Choosing(strategy, best_of, n_best, contrast)
+
+
+def _read_recording(objects: Objects, beside: Beside, vocabulary: int) -> Recording:
+    known, of_prompt = objects.logprobs, objects.prompt_logprobs
+    return Recording(
+        None if known is None else require_count("logprobs", known, vocabulary),
+        None if of_prompt is None else require_count("prompt_logprobs", of_prompt, vocabulary),
+        bool(beside.return_legacy_cache),
     )
 
 
 def require_output_object(options: Options) -> None:
     """Log-probabilities and tuples have their place in the output object, so there must be one."""
     e = options.effective
-    if options.legacy_cache and not (e.return_dict_in_generate and e.use_cache is not False):
+    if options.recording.legacy_cache and not (
+        e.return_dict_in_generate and e.use_cache is not False
+    ):
         raise RequestError(
             "return_legacy_cache is about the cache of the output object",
             wanted="return_dict_in_generate=True with it, and use_cache",
             do="Set it, or leave return_legacy_cache out",
         )
-    asked = options.logprobs is not None or options.prompt_logprobs is not None
-    if asked and not options.effective.return_dict_in_generate:
+    recording = options.recording
+    asked = recording.logprobs is not None or recording.prompt_logprobs is not None
+    if asked and not e.return_dict_in_generate:
         raise RequestError(
             "logprobs and prompt_logprobs are part of the output object",
             wanted="return_dict_in_generate=True with them",
@@ -106,7 +144,7 @@ def require_output_object(options: Options) -> None:
 def cut_by_default(options: Options, reasons: Iterable[FinishReason]) -> tuple[str, ...]:
     """What to tell a caller, none of whose settings says how long an answer may be, where one of
     these ends was that length."""
-    e, criteria = options.effective, options.criteria or ()
+    e, criteria = options.effective, options.steering.criteria or ()
     named = e.max_new_tokens is not None or e.source("max_length") != "default"
     named = named or any(isinstance(one, MaxLengthCriteria) for one in criteria)
     if named or all(reason.kind != "length" for reason in reasons):
@@ -129,24 +167,8 @@ def unseen_prompt(effective: Effective) -> tuple[str, ...]:
     )
 
 
-def _refuse_unknown(given: Mapping[str, Any], known: set[str]) -> None:
-    """Raises for keywords that are neither known nor fields of the configuration."""
-    unknown = [name for name in given if name not in known and name not in CONFIG_FIELDS]
-    for name in [one for one in unknown if one in ARGUMENTS_LATER or one in ARGUMENTS_NEVER]:
-        refuse_argument(name, given[name])
-        unknown.remove(name)
-    if unknown:
-        names = (*CONFIG_FIELDS, *known)
-        guesses = [(name, ELSEWHERE.get(name) or nearest(name, names)) for name in unknown]
-        hints = [f"{near} instead of {name}" for name, near in guesses if near]
-        do = f"Perhaps you meant {', '.join(hints)}" if hints else "See help(model.generate)"
-        noun = "argument" if len(unknown) == 1 else "arguments"
-        listed = ", ".join(map(repr, unknown))
-        raise UnknownArgumentError(f"generate() knows no {noun} {listed}", do=do)
-
-
-def require_count(name: str, value: object, vocabulary: int) -> None:
-    """RequestError unless `value` is a number of tokens of the vocabulary."""
+def require_count(name: str, value: object, vocabulary: int) -> int:
+    """Return the value, a number of tokens of the vocabulary; RequestError for others."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= vocabulary:
         raise RequestError(
             f"{name} is impossible",
@@ -154,18 +176,18 @@ def require_count(name: str, value: object, vocabulary: int) -> None:
             got=shown(value),
             do=f"Pass {name}=5, say",
         )
+    return value
 
 
-def _special_ids(
-    effective: Effective, vocabulary: int
-) -> tuple[tuple[int, ...], int | None, tuple[int, ...]]:
-    """End ids, the pad id (the first end id where there is none), first ids of a decoder.
+def _special_ids(effective: Effective, vocabulary: int) -> Ends:
+    """Return the special ids; the pad id is the first end id where there is none.
 
     What is no token ends nothing, and so is no end id. RequestError if the caller set an end or a
     start beyond the vocabulary; a pad id is never read, so that it may be any.
     """
-    for name in ("eos_token_id", "decoder_start_token_id"):
-        outside = [token for token in _listed(effective[name]) if token >= vocabulary]
+    every = {name: _listed(effective[name]) for name in ("eos_token_id", "decoder_start_token_id")}
+    for name, ids in every.items():
+        outside = [token for token in ids if token >= vocabulary]
         if outside and name in effective.caller:
             raise RequestError(
                 f"{name} is outside the vocabulary",
@@ -173,27 +195,16 @@ def _special_ids(
                 got=outside[0],
                 do="Check that tokenizer and model belong together",
             )
-    ends, pad = _listed(effective.eos_token_id), effective.pad_token_id
-    start = effective.decoder_start_token_id
-    starts = _listed(effective.bos_token_id if start is None else start)
+    ends, starts = every.values()
+    begin, pad = effective.bos_token_id, effective.pad_token_id
+    if effective.decoder_start_token_id is None:
+        starts = _listed(begin)
     fill = ends[0] if pad is None and ends else pad
-    return tuple(token for token in ends if 0 <= token < vocabulary), fill, starts
-
-
-def _with_pad_notice(effective: Effective, vocabulary: int) -> Effective:
-    """With a notice to a caller whose pad id is beyond the vocabulary."""
-    pad = effective.pad_token_id
-    if pad is None or pad < vocabulary or "pad_token_id" not in effective.caller:
-        return effective
-    notice = (
-        f"pad_token_id={pad} is beyond the vocabulary of {vocabulary}: it fills up what is "
-        "returned, and no prompt can hold it. Set it to an id of the vocabulary."
-    )
-    return replace(effective, notices=(*effective.notices, notice))
+    return Ends(tuple(token for token in ends if 0 <= token < vocabulary), fill, starts)
 
 
 def _listed(value: Any) -> tuple[int, ...]:
-    """One id, several or none, as a tuple."""
+    """Return one id, several or none as a tuple."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)

@@ -3,7 +3,7 @@ mixed with those of a negative prompt or of an amateur model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 from warnings import warn
 
@@ -16,7 +16,7 @@ from everystep.processors.guidance import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor as _UnbatchedGuidance,
 )
 from everystep.requests.inputs import Inputs
-from everystep.requests.options import Options
+from everystep.requests.options import Steering
 from everystep.requests.subject import Subject
 from everystep.types import Prompt
 from everystep.types.protocols import Readout
@@ -28,29 +28,28 @@ _NUMBERS: dict[str, tuple[float, str, Callable[[float], bool]]] = {
 }
 
 
-def read_contrast(model: Subject, given: Mapping[str, Any]) -> Contrast | None:
-    """Contrastive decoding as the keywords ask for it, or None."""
-    amateur = given.get("amateur_model")
-    asked = [name for name in _NUMBERS if given.get(name) is not None]
-    if amateur is None and asked:
-        what = f"{asked[0]} says how to contrast with a model that is not given"
-        raise RequestError(what, wanted="amateur_model with it", got="none")
+def read_contrast(subject: Subject, amateur: Any, alpha: object, beta: object) -> Contrast | None:
+    """Return contrastive decoding as the keywords ask for it, or None."""
+    numbers = dict(zip(_NUMBERS, (alpha, beta), strict=True))
     if amateur is None:
+        for name, value in numbers.items():
+            if value is not None:
+                what = f"{name} says how to contrast with a model that is not given"
+                raise RequestError(what, wanted="amateur_model with it", got="none")
         return None
     _require_model(amateur)
-    if model.is_encoder_decoder or amateur.is_encoder_decoder:
+    if subject.is_encoder_decoder or amateur.is_encoder_decoder:
         what = "amateur_model works with decoders alone"
         raise UnsupportedError(what, got="an encoder-decoder model", do="Leave it out")
-    if amateur.vocab_size != model.vocab_size:
+    if amateur.vocab_size != subject.vocab_size:
         raise RequestError(
             "the amateur model has another vocabulary",
-            wanted=f"{model.vocab_size} ids",
+            wanted=f"{subject.vocab_size} ids",
             got=amateur.vocab_size,
             do="Choose a smaller model of the same family",
         )
-    alpha, beta = (_number(name, given.get(name)) for name in _NUMBERS)
     # Of one model it is always the same method, so that contrasts with it are equal.
-    return Contrast(amateur.executor, alpha, beta)
+    return Contrast(amateur.executor, *(_number(*pair) for pair in numbers.items()))
 
 
 def _require_model(amateur: Any) -> None:
@@ -74,28 +73,35 @@ def _number(name: str, value: Any) -> float:
 
 
 def readout_of(
-    model: Subject, options: Options, inputs: Inputs
+    subject: Subject,
+    fields: Effective,
+    contrast: Contrast | None,
+    steering: Steering,
+    inputs: Inputs,
 ) -> tuple[Readout | None, tuple[tuple[Prompt, ...], ...]]:
-    """What mixes logits: of earlier layers, of a companion or an amateur, or of layers and then of
-    a companion; and for each row the prompts whose rows follow its own.
+    """Return what makes one row of scores out of several, of earlier layers, of a companion or of
+    an amateur; and for each row the prompts whose rows follow its own.
 
     RequestError where two of them contradict each other, or cannot read the prompts.
     """
-    mixing = _mixing(options, inputs)
-    readout = _over_layers(model, options.effective, mixing)
+    mixing = _mixing(fields.guidance_scale, contrast, steering, inputs.prompts)
+    readout: Readout | None = mixing
+    if fields.dola_layers and int(fields.num_beams or 1) == 1:
+        readout = _over_layers(subject, fields.dola_layers, mixing)
     if not isinstance(mixing, Guidance):
         return readout, ((),) * inputs.batch
-    size = model.vocab_size
+    size = subject.vocab_size
     return readout, tuple(_guided_away(inputs, row, size) for row in range(inputs.batch))
 
 
-def _mixing(options: Options, inputs: Inputs) -> Guidance | Contrast | None:
-    """What mixes in other logits; RequestError where the amateur cannot read a prompt."""
-    scale = options.effective.guidance_scale
-    own = any(type(one) is _UnbatchedGuidance for one in options.processors)
-    guides = not (scale is None or scale == 1 or own)
-    if options.contrast is None:
-        return Guidance(float(scale)) if guides else None
+def _mixing(
+    scale: float | None, contrast: Contrast | None, steering: Steering, prompts: Sequence[Prompt]
+) -> Guidance | Contrast | None:
+    """Return what mixes in other logits; RequestError where the amateur cannot read a prompt."""
+    own = any(type(one) is _UnbatchedGuidance for one in steering.processors)
+    guides = scale is not None and scale != 1 and not own
+    if contrast is None:
+        return Guidance(float(scale)) if scale is not None and guides else None
     if guides:
         raise RequestError(
             "amateur_model and guidance_scale both change the logits",
@@ -103,41 +109,37 @@ def _mixing(options: Options, inputs: Inputs) -> Guidance | Contrast | None:
             got=f"guidance_scale={scale}",
             do="Leave one of the two out",
         )
-    gifted = any(hook.gives for hook in options.hooks)
-    if gifted or not all(prompt.plain for prompt in inputs.prompts):
+    gifted = any(hook.gives for hook in steering.hooks)
+    if gifted or not all(prompt.plain for prompt in prompts):
         raise RequestError(
             "the amateur model reads ids alone",
             wanted="prompts given as ids, whole, at positions 0, 1, ...",
             got="a hook that gives inputs" if gifted else "embeddings, positions, or a cached past",
             do="Leave amateur_model out, or pass the whole prompt as ids",
         )
-    return options.contrast
+    return contrast
 
 
-def _over_layers(
-    model: Subject, e: Effective, mixing: Guidance | Contrast | None
-) -> Readout | None:
-    """That, after layers are contrasted where `dola_layers` asks for it."""
-    if not e.dola_layers or int(e.num_beams or 1) > 1:
-        return mixing
+def _over_layers(subject: Subject, asked: Any, mixing: Guidance | Contrast | None) -> Readout:
+    """Return what contrasts the layers that `dola_layers` asks for, and then mixes."""
     if isinstance(mixing, Contrast):
         raise RequestError(
             "amateur_model and dola_layers both contrast the logits",
             wanted="one of the two",
-            got=f"dola_layers={shown(e.dola_layers)}",
+            got=f"dola_layers={shown(asked)}",
             do="Leave one of the two out",
         )
-    if model.is_encoder_decoder:
+    if subject.is_encoder_decoder:
         raise RequestError(
             "dola_layers contrasts the layers of a decoder alone",
             wanted="a decoder-only model",
             got="a model with an encoder",
             do="Leave dola_layers out",
         )
-    asked = e.dola_layers if isinstance(e.dola_layers, str) else [*e.dola_layers]
-    layers = candidate_layers(asked, model.depth, tied=model.has_tied_head)
+    asked = asked if isinstance(asked, str) else [*asked]
+    layers = candidate_layers(asked, subject.depth, tied=subject.has_tied_head)
     strange = [] if isinstance(asked, str) else [one for one in asked if one not in layers]
-    wanted, got = f"layers from 0 to {model.depth - 1}", f"dola_layers={asked}"
+    wanted, got = f"layers from 0 to {subject.depth - 1}", f"dola_layers={asked}"
     if not layers or min(strange, default=0) < 0:
         do = "Name some of them, or set dola_layers='high'"
         raise RequestError("dola_layers names no layer to contrast", wanted=wanted, got=got, do=do)

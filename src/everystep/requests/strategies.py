@@ -3,7 +3,7 @@ class, or a value), and the strategy that all of its options come to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from everystep.config import FIELDS, Effective
 from everystep.config.kinds import FLAG, SIZE, is_integer, require
-from everystep.config.named_strategies import is_named, unknown_strategy, with_named
+from everystep.config.named_strategies import is_named, unknown_strategy
 from everystep.errors import RequestError, shown
 from everystep.processors.guidance import HammingDiversityLogitsProcessor
 from everystep.requests.options import Options
@@ -37,28 +37,24 @@ _OF_OURS = (
 )
 
 
-def read_strategy(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Strategy | None]:
-    """The keywords of a call with those that its `strategy` stands for, and the strategy where it
-    is none of the library's own.
+def read_strategy(strategy: object, options: object) -> Strategy | None:
+    """Return the strategy of a call where it is none of the library's own.
 
-    It is a name or a value; `strategy_options`: what a class of that name is made with.
-    RequestError where the strategy contradicts a keyword, or is none; UnknownArgumentError for an
-    unknown name.
+    `strategy`: a name or a value; `options`: what a class of that name is made with. RequestError
+    where it is no strategy; UnknownArgumentError for an unknown name.
     """
-    strategy, options = given.get("strategy"), given.get("strategy_options")
-    if options is not None and not _takes_options(strategy):
+    named = isinstance(strategy, str) and is_named(strategy)
+    if options is not None and (named or not isinstance(strategy, str)):
         raise RequestError(
             "strategy_options are for a strategy of another package, given by its name",
             got=f"strategy={shown(strategy)}",
             do="Pass what the library's own strategies read as arguments of the call",
         )
-    if strategy is None:
-        return given, None
+    if strategy is None or named:
+        return None
     if not isinstance(strategy, str):
-        return given, _required(strategy)
-    if is_named(strategy):
-        return with_named(strategy, given), None
-    return given, _made(strategy, {} if options is None else options)
+        return _required(strategy)
+    return _made(strategy, {} if options is None else options)
 
 
 def refuse_beside(effective: Effective, strategy: Strategy) -> None:
@@ -82,21 +78,22 @@ def refuse_beside(effective: Effective, strategy: Strategy) -> None:
 
 
 def strategy_of(options: Options, most: int) -> Strategy:
-    """What the call brings, or the configuration names: the one place that makes strategies of the
-    library.
+    """Return what the call brings, or the configuration names: the one place that makes strategies
+    of the library.
 
     `most`: the most new tokens that a row can get. RequestError where no strategy does what the
     options ask for.
     """
-    e = options.effective
-    require_groups(options)
-    if options.strategy is not None:  # what the model's configuration says is not about it
-        return options.strategy
+    e, choosing = options.effective, options.choosing
+    if options.steering.processors:
+        _require_groups(options.steering.processors, int(e.num_beam_groups or 1))
+    if choosing.strategy is not None:  # what the model's configuration says is not about it
+        return choosing.strategy
     width, returns = int(e.num_beams or 1), int(e.num_return_sequences or 1)
     if width > 1:
-        return beams_of(options, width, returns, most)
-    if options.best_of is not None:
-        return options.best_of
+        return _beams_of(e, len(options.ends.eos), choosing.n_best, width, returns, most)
+    if choosing.best_of is not None:
+        return choosing.best_of
     if not e.do_sample and (e.penalty_alpha or 0) > 0 and (e.top_k or 0) > 1:
         return Contrastive(int(e.top_k), float(e.penalty_alpha))
     return Sample(returns) if e.do_sample else Greedy()
@@ -109,11 +106,7 @@ def require_known(name: str) -> None:
         raise unknown_strategy(name, known)
 
 
-def _takes_options(strategy: Any) -> bool:
-    return isinstance(strategy, str) and not is_named(strategy)
-
-
-def _made(name: str, options: Any) -> Strategy:
+def _made(name: str, options: object) -> Strategy:
     """The strategy of this name with these options."""
     require_known(name)
     if not isinstance(options, Mapping):
@@ -183,32 +176,36 @@ class Judge:
         return self.function(str(self.tokenizer.decode(plain, skip_special_tokens=True)))
 
 
-def read_best_of(given: Mapping[str, Any], effective: Effective, tokenizer: Any) -> BestOf | None:
-    """The strategy that `best_of`, `majority` and `scorer` ask for, or None."""
-    count, returns = given.get("best_of"), int(effective.num_return_sequences or 1)
-    named = [name for name in ("majority", "scorer") if given.get(name) is not None]
-    if count is None:
-        if named:
-            what = f"{named[0]} chooses among samples, and best_of does not say of how many"
-            raise RequestError(what, wanted="best_of with it", got="none", do="Pass best_of=8, say")
+def read_best_of(
+    count: object, majority: object, scorer: object, effective: Effective, tokenizer: Any
+) -> BestOf | None:
+    """Return the strategy that `best_of`, `majority` and `scorer` ask for, or None."""
+    functions = {"majority": majority, "scorer": scorer}
+    named = {name: function for name, function in functions.items() if function is not None}
+    if count is None and not named:
         return None
-    if not is_integer(count) or count < returns:
+    if count is None:
+        what = f"{next(iter(named))} chooses among samples, and best_of does not say of how many"
+        raise RequestError(what, wanted="best_of with it", got="none", do="Pass best_of=8, say")
+    returns = int(effective.num_return_sequences or 1)
+    if not isinstance(count, int) or not is_integer(count) or count < returns:
         wanted = f"a number of at least {returns}, as many as are returned"
         raise RequestError("best_of is impossible", wanted=wanted, got=shown(count))
-    if len(named) == 2 or not all(callable(given[name]) for name in named):
+    if len(named) == 2 or not all(map(callable, named.values())):
         raise RequestError(
             "majority and scorer are two ways to choose" if len(named) == 2 else
-            f"{named[0]} is no function",
+            f"{next(iter(named))} is no function",
             wanted="majority=a function that finds the answer in a text, or scorer=a function that "
             "rates it",
-            got=", ".join(shown(given[name]) for name in named),
+            got=", ".join(map(shown, named.values())),
             do="Pass one function",
         )  # fmt: skip
     _require_samples(effective)
-    if not named:
-        return BestOf(int(count), returns)
-    by = "majority" if named == ["majority"] else "score"
-    return BestOf(int(count), returns, by, Judge(given[named[0]], tokenizer))  # type: ignore[arg-type]
+    if callable(majority):
+        return BestOf(count, returns, "majority", Judge(majority, tokenizer))
+    if callable(scorer):
+        return BestOf(count, returns, "score", Judge(scorer, tokenizer))
+    return BestOf(count, returns)
 
 
 def _require_samples(e: Effective) -> None:
@@ -227,10 +224,9 @@ def _require_samples(e: Effective) -> None:
             raise RequestError(what, wanted="plain samples", got=shown(e[name]), do=do)
 
 
-def read_n_best(given: Mapping[str, Any], effective: Effective) -> int | None:
-    """How many of the hypotheses of a search are kept and returned; None: as the configuration
-    says."""
-    count = given.get("n_best")
+def read_n_best(count: Any, effective: Effective) -> int | None:
+    """Return how many of the hypotheses of a search are kept and returned; None: as the
+    configuration says."""
     if count is None:
         return None
     if not is_integer(count) or count < 1:
@@ -256,28 +252,29 @@ def read_n_best(given: Mapping[str, Any], effective: Effective) -> int | None:
 _METHODS = ("advance", "does_advance", "update", "reset", "remaining", "copy")
 
 
-def beams_of(options: Options, width: int, returns: int, most: int) -> Strategy:
-    """The search of several hypotheses that the configuration names.
+def _beams_of(
+    e: Effective, ends: int, n_best: int | None, width: int, returns: int, most: int
+) -> Strategy:
+    """Return the search of several hypotheses that the configuration names.
 
-    `most`: the most new tokens that a row can get.
+    `ends`: how many tokens end a sequence; `most`: the most new tokens that a row can get.
     """
-    e, eos = options.effective, len(options.eos)
-    groups, sampled = int(e.num_beam_groups or 1), bool(e.do_sample)
+    groups = int(e.num_beam_groups or 1)
     constrained = e.constraints is not None or e.force_words_ids is not None
-    if options.n_best and (constrained or groups > 1):
+    if n_best and (constrained or groups > 1):
         raise RequestError(
             "n_best is not kept by groups of beams, nor by constrained ones",
             wanted="n_best with num_beams alone",
-            got=f"n_best={options.n_best}",
+            got=f"n_best={n_best}",
             do="Set num_return_sequences instead",
         )
-    returns = options.n_best or returns
-    shared = (width, returns, float(e.length_penalty), e.early_stopping, eos, most)
+    returns = n_best or returns
+    shared = (width, returns, float(e.length_penalty), e.early_stopping, ends, most)
     if constrained:
         return ConstrainedBeam(*shared, _constraints(e.constraints, e.force_words_ids))
     if groups > 1:
         return DiverseBeam(*shared, groups)
-    return Beam(*shared, sampled=sampled, keeps=options.n_best or 0)
+    return Beam(*shared, sampled=bool(e.do_sample), keeps=n_best or 0)
 
 
 def _constraints(given: Any, words: Any) -> tuple[Constraint, ...]:
@@ -302,10 +299,10 @@ def _constraints(given: Any, words: Any) -> tuple[Constraint, ...]:
     return tuple(found)
 
 
-def require_groups(options: Options) -> None:
+def _require_groups(processors: Sequence[object], groups: int) -> None:
     """RequestError if a processor is given that looks at groups of beams where there are none."""
-    given = any(type(one) is HammingDiversityLogitsProcessor for one in options.processors)
-    if given and int(options.effective.num_beam_groups or 1) == 1:
+    given = any(type(one) is HammingDiversityLogitsProcessor for one in processors)
+    if given and groups == 1:
         raise RequestError(
             "HammingDiversityLogitsProcessor has no effect without groups of beams",
             wanted="num_beam_groups above 1, and diversity_penalty",
@@ -313,9 +310,9 @@ def require_groups(options: Options) -> None:
         )
 
 
-def require_known_words(strategy: Strategy, vocabulary: int) -> None:
+def require_known_words(constraints: Sequence[Constraint], vocabulary: int) -> None:
     """RequestError if words that must occur have ids beyond the vocabulary."""
-    for one in strategy.constraints if isinstance(strategy, ConstrainedBeam) else ():
+    for one in constraints:
         ids = getattr(one, "token_ids", ())
         flat = [token for word in ids for token in (word if isinstance(word, list) else [word])]
         if max(flat, default=0) >= vocabulary:

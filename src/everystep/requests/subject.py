@@ -130,6 +130,11 @@ class Subject(Protocol):
         return bool(getattr(self.core.network.spec, "tied", False))
 
     @property
+    def listens(self) -> bool:
+        """True where its own encoder reads sounds, so that `generate` transcribes."""
+        return isinstance(self.core, Model) and self.core.source is not None
+
+    @property
     def is_encoder_decoder(self) -> bool:
         """True where an encoder reads the prompt."""
         return bool(getattr(self.core.config, "is_encoder_decoder", False))

@@ -14,13 +14,12 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import deque
-from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
-from typing import Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import numpy as np
 
@@ -32,7 +31,7 @@ from everystep.engine.decided import results_of
 from everystep.engine.logprobs import with_given
 from everystep.errors import RequestError, shown
 from everystep.files.opening import as_path
-from everystep.requests.keywords import PromptOptions
+from everystep.requests.door import PromptValues
 from everystep.requests.prompts import PromptLike
 from everystep.requests.subject import Subject
 from everystep.runs.hands import Asked, Hands, Rules, is_one, over, read_ids, require_changeable
@@ -45,6 +44,9 @@ from everystep.types import Finished, Group, Request, Sequence, values_of
 
 MOST_MORE = 1000
 """How many further hypotheses `more` gives at once: each step ranks all that are kept."""
+
+if TYPE_CHECKING:
+    from everystep.requests.keywords import PromptOptions
 
 
 class Run:
@@ -59,7 +61,7 @@ class Run:
         self,
         model: Subject,
         session: Session,
-        passed: Mapping[str, Any],
+        passed: PromptValues,
         rules: list[tuple[int, Rules]],
         hands: Hands,
         group: Group,

@@ -32,6 +32,7 @@ from everystep.errors import FormatError, RequestError, shown
 from everystep.files.atomic import write_atomic
 from everystep.files.safetensors import read_file
 from everystep.nn.digests import add_tensor
+from everystep.requests.door import PromptValues
 from everystep.requests.options import Prefix
 from everystep.requests.subject import Subject
 from everystep.runs.hands import Asked
@@ -70,7 +71,7 @@ class RunState:
     `adapters`: the names of those that it uses. `group`: what the engine dumped.
     """
 
-    passed: Mapping[str, Any]
+    passed: PromptValues
     rules: Sequence[tuple[int, Asked]]
     adapters: tuple[str, ...]
     trail: Trail
@@ -92,7 +93,7 @@ def write_run(state: RunState, model: Subject, tokenizer: Any, path: Path) -> No
         "group": np.frombuffer(state.group, np.uint8),
     }
     tensors = {"state": torch.frombuffer(bytearray(to_bytes(stored)), dtype=torch.uint8)}
-    for name, value in state.passed.items():
+    for name, value in state.passed.passed().items():
         listed = isinstance(value, list | tuple) and len(value) == 1
         tensors[(_ROW if listed else _PROMPT) + name] = _tensor(name, value[0] if listed else value)
     metadata = {
@@ -240,7 +241,7 @@ def _written(file: Path, state: Tensor) -> Written:
     return found
 
 
-def _prompt(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _prompt(file: Path, tensors: Mapping[str, Tensor]) -> PromptValues:
     """Return the prompt as it was given."""
     prompt: dict[str, Any] = {}
     for name, tensor in tensors.items():
@@ -250,7 +251,7 @@ def _prompt(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
             prompt[name.removeprefix(_ROW)] = [tensor]
         else:
             raise _damaged(file, name)
-    return prompt
+    return PromptValues.of(prompt)
 
 
 def require_possible(state: RunState, count: int, *, alone: bool) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -13,26 +13,13 @@ from torch import Tensor
 from everystep.config import GenerationConfig
 from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.models import Model
+from everystep.requests.door import Arguments, OfSpeech
 from everystep.requests.subject import Subject
 from everystep.speech.prefix import Said, SpeechTokens, read_tokens
 from everystep.speech.segments import Doubts
 
-OWN = (
-    *("language", "task", "is_multilingual", "return_timestamps", "return_segments"),
-    *("prompt_ids", "prompt_condition_type", "condition_on_prev_tokens", "temperature"),
-    *("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"),
-)
-"""Keywords of a call beside those of every model."""
-_READ = ("input_features", "attention_mask", "decoder_input_ids", "logits_processor")
-_CHOSEN = ("num_return_sequences", "do_sample", "max_length", "max_new_tokens")
-_ABSENT: Mapping[str, str] = {
-    "return_token_timestamps": "Set return_timestamps=True for the times of segments",
-    "force_unique_generate_call": "Leave return_timestamps out for a single window",
-    "monitor_progress": "Pass a streamer",
-    "num_segment_frames": "A window has as many frames as the encoder reads: leave it out",
-    "time_precision": "Times follow from the model: leave it out",
-    "time_precision_features": "Times follow from the model: leave it out",
-}
+_CHOSEN = ("num_return_sequences", "do_sample", "max_length", "max_new_tokens", "temperature")
+"""Fields that are said anew for each window."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +31,7 @@ class Speech:
     `previous`: the id before what was said earlier, if there is one; `prompt`: ids before the first
     window, `prompts_all`: before every one that follows another. `copies`: rows per utterance.
     `most`: positions of the decoder. `limit`: `max_new_tokens` or `max_length` with its value.
-    `rest`: keywords of every model.
+    `rest`: what holds for each window as for any model.
     """
 
     sounds: Sequence[Tensor]
@@ -74,7 +61,7 @@ class Speech:
     returns_segments: bool
     returns_output: bool
     processors: tuple[Any, ...]
-    rest: Mapping[str, Any]
+    rest: Arguments
 
     @property
     def said_first(self) -> tuple[int, ...]:
@@ -101,32 +88,26 @@ class Speech:
         return {name: value}
 
 
-def is_speech(model: Subject) -> bool:
-    """Whether calls of `generate` transcribe: whether the model's own encoder listens."""
-    return isinstance(model.core, Model) and model.core.source is not None
-
-
-def read_speech(model: Subject, given: Mapping[str, Any]) -> Speech:
-    """What the keywords of a call say; RequestError for what cannot be, UnsupportedError for what
-    is not done."""
-    for name, do in _ABSENT.items():
-        if given.get(name) is not None:
-            raise UnsupportedError(f"{name} is not supported", got=shown(given[name]), do=do)
-    said = _said(model, given)
+def read_speech(model: Subject, given: Arguments) -> Speech:
+    """What a call says; RequestError for what cannot be, UnsupportedError for what is not done."""
+    own, prompt = given.speech or OfSpeech(), given.prompt
+    said = _said(model, given, own)
     tokens = read_tokens(said)
     network = cast(Model, model.core).network
     channels, span = network.source_shape
-    sounds, frames = _sounds(given, channels, span)
+    features = prompt.named.get("input_features")
+    sounds, frames = _sounds(features, prompt.attention_mask, channels, span)
     stamps = _stamps(said, tokens, max(one.shape[1] for one in sounds), span)
-    temperatures, doubts = _temperatures(given), _doubts(said)
-    _check(given, said, temperatures)
+    temperatures, doubts = _temperatures(given.fields.get("temperature")), _doubts(said)
+    _check(given.fields.get("do_sample"), own, said, temperatures)
     ends = _ids(said("eos_token_id"))
     suppressed = _ids(said("suppress_tokens"))
     previous = said("prev_sot_token_id")
     if previous is None and len(suppressed) > 1:
         previous = suppressed[-2]  # as in transformers, of older files
     kept = said("pad_token_id")
-    skipped = {*OWN, *_READ, *_CHOSEN}
+    rest = {name: one for name, one in prompt.named.items() if name != "input_features"}
+    processors: Any = given.objects.logits_processor
     return Speech(
         sounds=sounds,
         frames=frames,
@@ -136,10 +117,10 @@ def read_speech(model: Subject, given: Mapping[str, Any]) -> Speech:
         language=said("language"),
         task=said("task"),
         stamps=stamps,
-        begun=_begun(given.get("decoder_input_ids"), len(sounds)),
+        begun=_begun(prompt.decoder_input_ids, len(sounds)),
         previous=() if previous is None else (int(previous),),
-        prompt=_prompt(given.get("prompt_ids")),
-        prompts_all=given.get("prompt_condition_type") == "all-segments",
+        prompt=_prompt(own.prompt_ids),
+        prompts_all=own.prompt_condition_type == "all-segments",
         follows=bool(said("condition_on_prev_tokens")),
         temperatures=temperatures,
         doubts=doubts,
@@ -152,31 +133,43 @@ def read_speech(model: Subject, given: Mapping[str, Any]) -> Speech:
         begin_suppressed=_ids(said("begin_suppress_tokens")),
         latest_first_stamp=said("max_initial_timestamp_index"),
         first_stamp=(tokens.no_timestamps or model.vocab_size) + 1,
-        returns_segments=bool(given.get("return_segments")),
+        returns_segments=bool(own.return_segments),
         returns_output=bool(said("return_dict_in_generate")),
-        processors=tuple(given.get("logits_processor") or ()),
-        rest={name: value for name, value in given.items() if name not in skipped},
+        processors=tuple(processors or ()),
+        rest=replace(
+            given,
+            fields={name: one for name, one in given.fields.items() if name not in _CHOSEN},
+            prompt=replace(prompt, attention_mask=None, decoder_input_ids=None, named=rest),
+            speech=None,
+        ),
     )
 
 
-def _said(model: Subject, given: Mapping[str, Any]) -> Said:
-    passed = given.get("generation_config")
+def _said(model: Subject, given: Arguments, own: OfSpeech) -> Said:
+    passed = given.objects.generation_config
     settings = [] if passed is None else [GenerationConfig.of(passed)]
     settings.append(model.generation_config)
 
     def said(name: str) -> Any:
-        found = [given.get(name), *(getattr(one, name, None) for one in settings)]
+        found = [given.fields.get(name), getattr(own, name, None)]
+        found += [getattr(one, name, None) for one in settings]
         found.append(getattr(model.config, name, None) if name == "forced_decoder_ids" else None)
         return next((one for one in found if one is not None), None)
 
     return said
 
 
-def _sounds(given: Mapping[str, Any], channels: int, span: int) -> tuple[list[Tensor], list[int]]:
+def _sounds(
+    features: object, mask: object, channels: int, span: int
+) -> tuple[list[Tensor], list[int]]:
     """(B,) features (channels, n), and (B,) how many of their frames are real."""
-    features: Any = given.get("input_features")
-    right = isinstance(features, Tensor) and features.is_floating_point() and features.dim() == 3
-    if not right or features.shape[1] != channels or not features.numel():
+    if (
+        not isinstance(features, Tensor)
+        or not features.is_floating_point()
+        or features.dim() != 3
+        or features.shape[1] != channels
+        or not features.numel()
+    ):
         got = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
         raise RequestError(
             "input_features are no sounds that this model reads",
@@ -185,7 +178,6 @@ def _sounds(given: Mapping[str, Any], channels: int, span: int) -> tuple[list[Te
             do="Pass what the model's feature extractor gives",
         )
     rows, _, length = features.shape
-    mask = given.get("attention_mask")
     if mask is not None and tuple(torch.as_tensor(mask).shape) != (rows, length):
         got = tuple(torch.as_tensor(mask).shape)
         raise RequestError("attention_mask does not fit", wanted=(rows, length), got=got)
@@ -222,8 +214,7 @@ def _stamps(said: Said, tokens: SpeechTokens, frames: int, span: int) -> bool:
     return stamps
 
 
-def _temperatures(given: Mapping[str, Any]) -> tuple[float | None, ...]:
-    value = given.get("temperature")
+def _temperatures(value: Any) -> tuple[float | None, ...]:
     each = tuple(value) if isinstance(value, list | tuple) else (value,)
     if not each or any(one is not None and not 0 <= one < float("inf") for one in each):
         raise RequestError("temperature is impossible", wanted="numbers from 0 on", got=value)
@@ -235,22 +226,24 @@ def _doubts(said: Said) -> Doubts:
     return Doubts(*map(said, names))
 
 
-def _check(given: Mapping[str, Any], said: Said, temperatures: Sequence[float | None]) -> None:
+def _check(
+    do_sample: object, own: OfSpeech, said: Said, temperatures: Sequence[float | None]
+) -> None:
     """RequestError for options that contradict each other."""
-    if given.get("do_sample") and not any(temperatures):
+    if do_sample and not any(temperatures):
         do = "Pass temperature=0.4, say, or leave do_sample out"
         raise RequestError("sounds are sampled at a temperature", got="none or 0", do=do)
     if len(temperatures) > 1 and said("return_dict_in_generate") and not said("return_timestamps"):
         what = "rows that are tried again at several temperatures have no output object in common"
         raise RequestError(what, do="Leave return_dict_in_generate out, or pass one temperature")
-    condition = given.get("prompt_condition_type")
+    condition = own.prompt_condition_type
     if condition not in (None, "first-segment", "all-segments"):
         wanted = "'first-segment' or 'all-segments'"
         raise RequestError("there is no such condition", wanted=wanted, got=shown(condition))
     if condition == "all-segments" and not said("condition_on_prev_tokens"):
         do = "Set condition_on_prev_tokens=True"
         raise RequestError("prompts of all segments follow what was said before", do=do)
-    named = given.get("task") is not None or given.get("language") is not None
+    named = own.task is not None or own.language is not None
     if named and said("is_multilingual") is False:
         do = "Leave language and task out, or set is_multilingual=True"
         raise RequestError("this model knows one language, and writes down what it hears", do=do)
@@ -259,7 +252,7 @@ def _check(given: Mapping[str, Any], said: Said, temperatures: Sequence[float | 
         raise RequestError("no_speech_threshold is read together with logprob_threshold", do=do)
 
 
-def _begun(ids: Any, rows: int) -> list[list[int]]:
+def _begun(ids: object, rows: int) -> list[list[int]]:
     """(B,) decoder ids of the caller's, or nothing."""
     if ids is None:
         return []
@@ -270,7 +263,7 @@ def _begun(ids: Any, rows: int) -> list[list[int]]:
     return [[int(token) for token in row] for row in table]
 
 
-def _prompt(ids: Any) -> tuple[int, ...]:
+def _prompt(ids: object) -> tuple[int, ...]:
     if ids is None:
         return ()
     found = np.asarray(torch.as_tensor(ids))

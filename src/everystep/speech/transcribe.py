@@ -7,8 +7,7 @@ window. Names and results are those of transformers' `WhisperGenerationMixin.gen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,8 +25,9 @@ from everystep.processors.length import (
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
 )
+from everystep.requests.door import Arguments
 from everystep.requests.subject import Subject
-from everystep.speech.options import Speech, is_speech, read_speech
+from everystep.speech.options import Speech, read_speech
 from everystep.speech.prefix import first_tokens
 from everystep.speech.segments import (
     Segment,
@@ -35,8 +35,6 @@ from everystep.speech.segments import (
     segments_of,
     without_second_stamp,
 )
-
-__all__ = ["is_speech", "transcribe"]
 
 
 @dataclass
@@ -54,11 +52,11 @@ class _Utterance:
     segments: list[Segment] = field(default_factory=list)
 
 
-def transcribe(model: Subject, given: Mapping[str, Any]) -> Any:
+def transcribe(model: Subject, given: Arguments) -> Any:
     """What was said: (rows, length) ids without those that a transcript begins with and without its
     end, padded on the right; see the guide for what else can be asked for.
 
-    `given`: every keyword of `model.generate` by name.
+    `given`: what was passed to `model.generate`.
     """
     speech = read_speech(model, given)
     with inference_mode():
@@ -209,26 +207,31 @@ def _call(
     ids = torch.tensor([[speech.pad] * (width - len(row)) + row for row in prompts])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
     draws = temperature is not None and temperature > 0
-    given = {
-        **speech.rest,
-        "input_features": torch.stack(heard),
-        "decoder_input_ids": ids,
-        "decoder_attention_mask": mask,
+    fields: dict[str, Any] = {
+        **speech.rest.fields,
         # What stands first is where the decoder starts, a prompt too.
         "decoder_start_token_id": [row[0] for row in prompts],
         "suppress_tokens": None,
         "begin_suppress_tokens": None,
-        "logits_processor": [*_processors(speech, width), *(speech.processors)],
         "num_return_sequences": 1,
         "do_sample": draws,
         "temperature": temperature if draws else None,
         **speech.length(width),
     }
     if draws:
-        given["num_beams"] = 1
+        fields["num_beams"] = 1
     scored = speech.doubts.logprob is not None
     if scored:
-        given |= {"return_dict_in_generate": True, "output_scores": True}
+        fields |= {"return_dict_in_generate": True, "output_scores": True}
+    own, read = [*_processors(speech, width), *speech.processors], speech.rest.prompt
+    prompt = replace(
+        read,
+        decoder_input_ids=ids,
+        decoder_attention_mask=mask,
+        named={**read.named, "input_features": torch.stack(heard)},
+    )
+    objects = replace(speech.rest.objects, logits_processor=own)
+    given = replace(speech.rest, fields=fields, prompt=prompt, objects=objects)
     result = generate(model, given)
     sequences = result if isinstance(result, Tensor) else result.sequences
     tokens = [_spoken(row, speech) for row in sequences[:, width:].cpu().numpy()]

@@ -129,7 +129,7 @@ class Request:
                 *(("past",) if self.wants.cache else ()),
                 *(("adapters",) if self.adapters else ()),
                 *(adapter_ability(name) for name, _ in self.adapters),
-                *needs_of_hooks(self.hooks),
+                *(needs_of_hooks(self.hooks) if self.hooks else ()),
             )
         )
 

@@ -1,0 +1,565 @@
+"""The door: one table of the keywords that calls take, and the one place that sorts a call by it.
+
+The fields of `Objects`, `PromptValues`, `Beside` and `OfSpeech` are its rows, with those of
+`config/fields.py`: each says which calls take the keyword, its type and its meaning in a line, and
+what a call is told that does not take it. The typed dicts that editors read, help() and the
+reference come from here; `scripts/keywords` writes what has to be text.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NoReturn, TypeVar
+
+from everystep.config import FIELDS, META
+from everystep.config.fields import ELSEWHERE
+from everystep.config.named_strategies import is_named, with_named
+from everystep.errors import RequestError, UnknownArgumentError, nearest
+from everystep.requests.absent import ARGUMENTS, OF_SPEECH, SPEECH_LATER, refuse_argument
+from everystep.requests.pictures import prompt_names
+from everystep.requests.subject import Subject
+
+CallKind = Literal["rectangle", "texts", "prompt", "prefill"]
+"""`model.generate`; a call about prompts; a prompt that is a mapping; `es.prefill`."""
+Owner = Literal["field", "object", "prompt", "media", "beside", "speech", "absent"]
+"""The group of values that a keyword belongs to.
+
+"media" stand beside a prompt, for models that declare them; "speech" is for models that listen;
+"absent" is known from transformers and not here.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Keyword:
+    """One keyword. `type` is source; `line` is its meaning; `elsewhere`: what is wrong with it in a
+    call that does not take it, said after its name, and what to do instead."""
+
+    name: str
+    owner: Owner
+    calls: tuple[CallKind, ...]
+    type: str = "Any"
+    line: str = ""
+    elsewhere: tuple[str, str] | None = None
+
+
+_ALL: tuple[CallKind, ...] = ("rectangle", "texts")
+_RECTANGLE: tuple[CallKind, ...] = ("rectangle",)
+_TEXTS: tuple[CallKind, ...] = ("texts",)
+_CONTENT: tuple[CallKind, ...] = ("prompt", "rectangle", "prefill")
+_INNER: tuple[CallKind, ...] = ("rectangle", "prefill")
+_TENSORS = "belongs to a rectangle of tensors, not to prompts"
+_CALL = (_TENSORS, "Call model.generate with it")
+_EVENTS = (_TENSORS, "Read the events of es.stream, or call model.generate")
+
+
+def keyword(
+    type: str,
+    line: str,
+    calls: tuple[CallKind, ...] = _ALL,
+    elsewhere: tuple[str, str] | None = None,
+) -> Any:
+    """Return the field of a dataclass that is a row of the table; None is what nobody passed."""
+    return field(default=None, metadata={"row": (calls, type, line, elsewhere)})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Objects:
+    """What the caller passed beside fields and prompt, as it was passed."""
+
+    generation_config: object = keyword(
+        "GenerationConfig | Any", "Values for all that the call does not set."
+    )
+    logits_processor: object = keyword(
+        "Sequence[Callable[..., Any]] | None",
+        "Functions of (input_ids, scores) that change the scores.",
+    )
+    stopping_criteria: object = keyword(
+        "Sequence[Callable[..., Any]] | None",
+        "Functions of (input_ids, scores) that say whether a sequence ends.",
+    )
+    prefix_allowed_tokens_fn: object = keyword(
+        "Callable[[int, Tensor], Any] | None",
+        "A function of (row, ids) that returns the ids that may follow.",
+    )
+    allowed_sequences: object = keyword(
+        "AllowedSequences | Sequence[Any] | None",
+        "The texts, or lists of ids, of which the answer is one.",
+    )
+    seed: object = keyword(
+        "int | Sequence[int] | None",
+        "Where the draws come from, one for all rows or one each; by default torch's generator.",
+    )
+    logprobs: object = keyword(
+        "int | None", "Keep the log-probability of every chosen token, and of this many best ones."
+    )
+    prompt_logprobs: object = keyword("int | None", "The same for every token of the prompt.")
+    prefix: object = keyword(
+        "Prefix | None", "What `es.prefill` made: every prompt goes on from it."
+    )
+    hooks: object = keyword("Sequence[Hook] | None", "What sees every step and adds to it.")
+    adapter_names: object = keyword(
+        "str | Sequence[str | None] | None",
+        "The adapter that the model runs with, by the name it was loaded under, or one per row.",
+    )
+    schema: object = keyword(
+        "str | Mapping[str, Any] | bool | None", "The JSON schema that the text follows."
+    )
+    regex: object = keyword("str | None", "The regular expression that the text matches.")
+    grammar: object = keyword("str | None", "The grammar that the text follows.")
+    choices: object = keyword("Sequence[str] | None", "The texts of which the answer is one.")
+    n_best: object = keyword("int | None", "Return so many hypotheses of a beam search.")
+    best_of: object = keyword("int | None", "Draw so many samples and return the best.")
+    majority: object = keyword(
+        "Callable[[str], Any] | None",
+        "With best_of: finds the answer in a text; the most frequent one wins.",
+    )
+    scorer: object = keyword(
+        "Callable[[str], float] | None", "With best_of: rates a text; the highest wins."
+    )
+    amateur_model: object = keyword(
+        "Subject | None", "A weaker model: tokens that it finds likely too lose."
+    )
+    contrast_alpha: object = keyword(
+        "float | None", "With amateur_model: tokens below this share of the best are never chosen."
+    )
+    contrast_beta: object = keyword(
+        "float | None", "With amateur_model: how strongly its logits count."
+    )
+    assistant_model: object = keyword("Any", "A smaller model, which drafts.")
+    assistant_tokenizer: object = keyword(
+        "Any", "The tokenizer of assistant_model, where it is another one."
+    )
+    draft_corpus: object = keyword("Corpus | None", "Texts that drafts are copied from.")
+    strategy: object = keyword(
+        "str | Strategy | None",
+        'The way of choosing by name ("beam", "contrastive", ...), or an object of your own.',
+    )
+    strategy_options: object = keyword(
+        "Mapping[str, Any] | None", "What a strategy of another package is made with."
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptValues:
+    """A prompt as it was passed, tensors, arrays and lists among it.
+
+    `named`: what the model declares beside these, by keyword.
+    """
+
+    input_ids: object = keyword("Numbers | None", "(B, T) the ids of the prompt.", calls=_CONTENT)
+    inputs_embeds: object = keyword(
+        "Tensor | None", "(B, T, E) embeddings in the place of ids, or beside them.", calls=_CONTENT
+    )
+    attention_mask: object = keyword(
+        "Numbers | None",
+        "(B, T) 1 for what is read and 0 for padding; or (B, 1 or heads, T, T).",
+        calls=_CONTENT,
+    )
+    position_ids: object = keyword(
+        "Tensor | Callable[..., Any] | None",
+        "(B, T), or (axes, B, T), positions other than 0, 1, ...",
+        calls=_CONTENT,
+    )
+    decoder_input_ids: object = keyword(
+        "Tensor | None",
+        "(B, T) what a decoder beside an encoder begins with.",
+        calls=_INNER,
+        elsewhere=_CALL,
+    )
+    decoder_attention_mask: object = keyword(
+        "Tensor | None", "(B, T) 1 for what is read of it.", calls=_INNER, elsewhere=_CALL
+    )
+    encoder_outputs: object = keyword(
+        "Any", "What an encoder made of the prompt, in its place.", calls=_INNER, elsewhere=_CALL
+    )
+    past_key_values: object = keyword(
+        "Any", "The cache that the call goes on from.", calls=_INNER, elsewhere=_CALL
+    )
+    negative_prompt_ids: object = keyword(
+        "Numbers | None",
+        "(B, T) with guidance_scale: the prompt that is guided away from.",
+        calls=_RECTANGLE,
+        elsewhere=_CALL,
+    )
+    negative_prompt_attention_mask: object = keyword(
+        "Numbers | None", "(B, T) 1 for what is read of it.", calls=_RECTANGLE, elsewhere=_CALL
+    )
+    named: Mapping[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, values: Mapping[str, object]) -> PromptValues:
+        """Return these values by name, of which the others are what a model declares."""
+        own = {name: value for name, value in values.items() if name in cls.__slots__}
+        named = {name: value for name, value in values.items() if name not in own}
+        return cls(**own, named=named)
+
+    def passed(self) -> dict[str, Any]:
+        """Return what was passed, by name."""
+        own = {name: getattr(self, name) for name in self.__slots__ if name != "named"}
+        return {name: one for name, one in own.items() if one is not None} | dict(self.named)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Beside:
+    """What belongs to one kind of call, as it was passed.
+
+    `of_loop`: what the caller's decoding loop names, and nothing else reads.
+    """
+
+    tokenizer: object = keyword("Any", "What texts are made with.", calls=_RECTANGLE)
+    streamer: object = keyword(
+        "Any",
+        "What is given every new token: an object with put and end.",
+        calls=_RECTANGLE,
+        elsewhere=_EVENTS,
+    )
+    custom_generate: object = keyword(
+        "Callable[..., Any] | None",
+        "A decoding loop in the place of the engine's.",
+        calls=_RECTANGLE,
+        elsewhere=_CALL,
+    )
+    return_legacy_cache: object = keyword(
+        "bool | None", "Return the cache as tuples of tensors.", calls=_RECTANGLE
+    )
+    add_generation_prompt: object = keyword(
+        "bool",
+        "Whether the chat template begins the answer to messages; it does unless this is False.",
+        calls=_TEXTS,
+    )
+    trim_stop_strings: object = keyword(
+        "bool", "Whether texts lose the stop string that ended them.", calls=_TEXTS
+    )
+    cache_salt: object = keyword(
+        "str | None",
+        "Only prompts of the same salt share what the cache holds of their beginnings.",
+        calls=_TEXTS,
+    )
+    of_loop: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OfSpeech:
+    """What a model that listens takes beside, as it was passed."""
+
+    language: object = keyword(
+        "str | Sequence[str] | None",
+        "The language that is spoken, one for all rows or one each; found out if left out.",
+        calls=(),
+        elsewhere=OF_SPEECH,
+    )
+    task: object = keyword(
+        'Literal["transcribe", "translate"] | None',
+        "Write what is said, or its translation into English.",
+        calls=(),
+        elsewhere=OF_SPEECH,
+    )
+    is_multilingual: object = keyword(
+        "bool | None", "Whether the model knows several languages.", calls=(), elsewhere=OF_SPEECH
+    )
+    return_timestamps: object = keyword(
+        "bool | None", "Whether segments have times.", calls=(), elsewhere=OF_SPEECH
+    )
+    return_segments: object = keyword(
+        "bool | None", "Return the segments beside the ids.", calls=(), elsewhere=OF_SPEECH
+    )
+    prompt_ids: object = keyword(
+        "Any", "Ids of what was said before, or of words to expect.", calls=(), elsewhere=OF_SPEECH
+    )
+    prompt_condition_type: object = keyword(
+        'Literal["first-segment", "all-segments"] | None',
+        "Which windows prompt_ids stand before.",
+        calls=(),
+        elsewhere=OF_SPEECH,
+    )
+    condition_on_prev_tokens: object = keyword(
+        "bool | None",
+        "Whether a window reads what was written of the one before.",
+        calls=(),
+        elsewhere=OF_SPEECH,
+    )
+    compression_ratio_threshold: object = keyword(
+        "float | None",
+        "A window whose text repeats itself more is written again, at the next temperature.",
+        calls=(),
+        elsewhere=OF_SPEECH,
+    )
+    logprob_threshold: object = keyword(
+        "float | None",
+        "A window whose tokens are less likely on average is written again.",
+        calls=(),
+        elsewhere=OF_SPEECH,
+    )
+    no_speech_threshold: object = keyword(
+        "float | None",
+        "A window that is silence with a higher probability is left out.",
+        calls=(),
+        elsewhere=OF_SPEECH,
+    )
+
+
+_FURTHER = (
+    Keyword("text", "prompt", ("prompt",), "str", "The prompt as a text."),
+    Keyword(
+        "messages",
+        "prompt",
+        ("prompt",),
+        "Sequence[Mapping[str, Any]]",
+        "The prompt as a conversation.",
+    ),
+    Keyword("inputs", "prompt", (), "Tensor | None", "(B, T) the ids of the prompt."),
+    Keyword(
+        "pixel_values",
+        "media",
+        (),
+        "Any",
+        "The patches of images, as the tokenizer or processor returned them.",
+        ARGUMENTS.get("pixel_values"),
+    ),
+    Keyword(
+        "image_grid_thw",
+        "media",
+        (),
+        "Any",
+        "(images, 3) how many patches each has: times, rows, columns.",
+        ARGUMENTS.get("image_grid_thw"),
+    ),
+    Keyword(
+        "pixel_values_videos",
+        "media",
+        (),
+        "Any",
+        "The patches of videos.",
+        ARGUMENTS.get("pixel_values_videos"),
+    ),
+    Keyword(
+        "video_grid_thw",
+        "media",
+        (),
+        "Any",
+        "(videos, 3) how many patches each has.",
+        ARGUMENTS.get("video_grid_thw"),
+    ),
+    Keyword(
+        "mm_token_type_ids",
+        "media",
+        (),
+        "Any",
+        "(B, T) which ids are places of images (1) and videos (2).",
+        ARGUMENTS.get("mm_token_type_ids"),
+    ),
+    Keyword(
+        "second_per_grid_ts",
+        "media",
+        (),
+        "Any",
+        "Seconds that a grid of a video stands for.",
+        ARGUMENTS.get("second_per_grid_ts"),
+    ),
+    Keyword(
+        "bbox",
+        "media",
+        (),
+        "Any",
+        "(B, n, 4) the boxes of the lines of a page.",
+        ARGUMENTS.get("bbox"),
+    ),
+    Keyword(
+        "input_features",
+        "media",
+        (),
+        "Any",
+        "(B, channels, frames) what an encoder of sounds reads.",
+        ARGUMENTS.get("input_features"),
+    ),
+)
+"""What becomes ids before there are values, and what models read in a prompt that declare it."""
+
+
+def _rows(
+    owner: Owner, values: type[Objects | PromptValues | Beside | OfSpeech]
+) -> Iterator[Keyword]:
+    """Yield the rows that the fields of a dataclass are."""
+    for one in fields(values):
+        if (row := one.metadata.get("row")) is not None:
+            yield Keyword(one.name, owner, *row)
+
+
+def _table() -> dict[str, Keyword]:
+    """Return every row by name, those of fields last."""
+    absent = (Keyword(name, "absent", (), "", "", why) for name, why in ARGUMENTS.items())
+    of_fields = (
+        Keyword(one.name, "field", _ALL, one.type, one.line)
+        for one in FIELDS.values()
+        if one.name not in META
+    )
+    groups = (
+        *_rows("object", Objects),
+        *_rows("prompt", PromptValues),
+        *_rows("beside", Beside),
+        *_rows("speech", OfSpeech),
+    )
+    return {row.name: row for row in (*absent, *groups, *_FURTHER, *of_fields)}
+
+
+KEYWORDS: Mapping[str, Keyword] = _table()
+"""Every keyword by name."""
+
+
+# --- what a call is sorted into -------------------------------------------------------------------
+
+NO_PROMPT, NO_OBJECTS, NOTHING_BESIDE = PromptValues(), Objects(), Beside()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arguments:
+    """The keywords of a call, sorted; `fields` are those of the configuration, None among them.
+
+    None elsewhere is the same as nothing.
+    """
+
+    fields: Mapping[str, object] = field(default_factory=dict)
+    objects: Objects = NO_OBJECTS
+    prompt: PromptValues = NO_PROMPT
+    beside: Beside = NOTHING_BESIDE
+    speech: OfSpeech | None = None
+
+
+def sort(
+    call: CallKind, subject: Subject, given: Mapping[str, object], of_loop: Collection[str] = ()
+) -> Arguments:
+    """Return the keywords of a call as values of their groups, nothing read yet.
+
+    A strategy's name is replaced by the fields that it stands for. `of_loop`: names that the
+    caller's own loop has, which win over fields and over what the model declares.
+    UnknownArgumentError, which proposes the nearest name, for a name that nobody knows;
+    RequestError and UnsupportedError for one that belongs elsewhere.
+    """
+    strategy = given.get("strategy")
+    if isinstance(strategy, str) and is_named(strategy):
+        given = with_named(strategy, given)
+    found: dict[str, dict[str, object]] = {}
+    strange: dict[str, object] = {}
+    for name, value in given.items():
+        row = KEYWORDS.get(name)
+        if name in of_loop and (row is None or row.owner not in ("object", "prompt", "beside")):
+            found.setdefault("loop", {})[name] = value
+        elif row is None or call not in row.calls:
+            strange[name] = value
+        elif value is not None or row.owner == "field":
+            found.setdefault(row.owner, {})[name] = value
+    if strange:
+        found |= _declared(call, subject, strange)
+    prompt, beside = found.get("prompt", {}), found.get("beside", {})
+    named, own = found.get("media"), found.get("loop")
+    return Arguments(
+        found.get("field", {}),
+        Objects(**found["object"]) if "object" in found else NO_OBJECTS,
+        PromptValues(**prompt, named=named or {}) if prompt or named else NO_PROMPT,
+        Beside(**beside, of_loop=own or {}) if beside or own else NOTHING_BESIDE,
+        OfSpeech(**found.get("speech", {})) if call == "rectangle" and subject.listens else None,
+    )
+
+
+def _declared(
+    call: CallKind, subject: Subject, strange: Mapping[str, object]
+) -> dict[str, dict[str, object]]:
+    """Return what the model declares of names that the call does not take, and what it hears by;
+    an error about the others."""
+    declared = {*subject.inputs, *prompt_names(subject)}
+    named: dict[str, object] = {}
+    speech: dict[str, object] = {}
+    unknown, heard = [], call == "rectangle" and subject.listens
+    for name, value in strange.items():
+        row = KEYWORDS.get(name)
+        if call == "texts" and (name in declared or (row is not None and "prompt" in row.calls)):
+            if value is not None:
+                _refuse_common(name)
+        elif name in declared:
+            named |= {} if value is None else {name: value}
+        elif row is not None and row.owner == "speech" and heard:
+            speech |= {} if value is None else {name: value}
+        elif heard and name in SPEECH_LATER:
+            refuse_argument(name, value, SPEECH_LATER[name])
+        elif row is not None and row.elsewhere is not None:
+            refuse_argument(name, value, row.elsewhere)
+        else:
+            unknown.append(name)
+    if unknown:
+        _refuse_unknown(call, unknown, declared)
+    return {"media": named, "speech": speech}
+
+
+def _refuse_common(name: str) -> NoReturn:
+    """Raise the error for an input of one prompt among what all prompts have in common."""
+    beside = "" if name in CONTENTS else "'text': ..., "
+    raise RequestError(
+        f"{name} belongs to one prompt, and not to all of them",
+        wanted="a prompt that is a mapping",
+        got=f"{name} as a keyword",
+        do=f"Pass the prompt as {{{beside}{name!r}: ...}}",
+    )
+
+
+def _refuse_unknown(call: CallKind, unknown: list[str], declared: Collection[str]) -> NoReturn:
+    """Raise the error for names that nobody knows, with the nearest one of each."""
+    names = [*(row.name for row in KEYWORDS.values() if _proposed(call, row)), *declared]
+    guesses = [(name, ELSEWHERE.get(name) or nearest(name, names)) for name in unknown]
+    hints = [f"{near} instead of {name}" for name, near in guesses if near]
+    do = f"Perhaps you meant {', '.join(hints)}" if hints else "See help(model.generate)"
+    noun = "argument" if len(unknown) == 1 else "arguments"
+    listed = ", ".join(map(repr, unknown))
+    raise UnknownArgumentError(f"generate() knows no {noun} {listed}", do=do)
+
+
+def _proposed(call: CallKind, row: Keyword) -> bool:
+    """Return True for a keyword that a misspelt one may have meant: one that the call takes, or
+    explains."""
+    explained = row.elsewhere is not None and "rectangle" in row.calls
+    return call in row.calls or (call == "texts" and (explained or "prefill" in row.calls))
+
+
+CONTENTS = ("text", "messages", "input_ids", "inputs_embeds")
+"""What a prompt that is a mapping has one of, unless an encoder reads something else."""
+IN_PROMPTS = tuple(row.name for row in KEYWORDS.values() if "prompt" in row.calls)
+"""What such a mapping may hold beside what the model declares."""
+
+
+# --- what help() says -----------------------------------------------------------------------------
+
+F = TypeVar("F", bound=Callable[..., Any])
+_EXAMPLE = "\n\nExample:\n"
+
+
+def listed(call: CallKind) -> list[Keyword]:
+    """Return the rows that a call takes of any model, those of fields last."""
+    beside = {"rectangle": ("media", "speech"), "prefill": ("media",)}.get(call, ())
+    first = {"prefill": _CONTENT}.get(call)
+    return [
+        row
+        for row in KEYWORDS.values()
+        if row.owner in beside
+        or (row.name == "inputs" and call == "rectangle")
+        or (call in row.calls and (first is None or row.calls == first))
+    ]
+
+
+def lists_options(call: CallKind) -> Callable[[F], F]:
+    """Return what adds the keywords of a call, with a line for each, to a function's docstring,
+    before the example that it ends with.
+
+    Parameters that a function has by name alone stand in its own words. Where there is no
+    docstring, it stays as it is.
+    """
+
+    def described(function: F) -> F:
+        if function.__doc__ is not None:
+            own = function.__kwdefaults__ or {}
+            rows = [f"    {row.name}: {row.line}\n" for row in listed(call) if row.name not in own]
+            text, mark, example = inspect.cleandoc(function.__doc__).partition(_EXAMPLE)
+            function.__doc__ = f"{text}\n\nOptions:\n\n{''.join(rows)}{mark[1:]}{example}"
+        return function
+
+    return described

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import islice
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from everystep.config.kinds import FLAG
 from everystep.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _ROWS = 100
 """Rows of a table at most."""

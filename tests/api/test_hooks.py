@@ -23,6 +23,7 @@ from everystep.engine.hooks import HOOKED
 from everystep.errors import EverystepError, UnsupportedError
 from everystep.executors.native import NativeExecutor
 from everystep.executors.torch_executor import TorchExecutor
+from everystep.requests.door import sort
 from everystep.requests.prepare import prepare
 from everystep.strategies import Contrastive, DiverseBeam, Greedy, Sample
 from everystep.strategies.classic import BankedBeams
@@ -103,7 +104,7 @@ class Loop(Prefix):
 
 
 def requests_of(lm: LanguageModel, call: dict[str, Any]) -> tuple[Request, ...]:
-    options, inputs, _ = read_call(lm, {"input_ids": IDS, **call})
+    options, inputs, _ = read_call(lm, sort("rectangle", lm, {"input_ids": IDS, **call}))
     return prepare(lm, options, inputs).requests
 
 

@@ -16,6 +16,7 @@ from everystep.drivers.rectangle import read_call
 from everystep.engine import Continuous, Engine
 from everystep.engine.prefixes import Reuse
 from everystep.errors import RequestError
+from everystep.requests.door import sort
 from everystep.requests.prepare import prepare
 from tests.bridge.pictures import IMAGE, PAD, PATCH, START, TEXT, configured
 from tests.judges.drive import Drive
@@ -140,7 +141,7 @@ class TestImages:
     ) -> None:
         wrapped = es.wrap(pictures())
         given = {**batch(), "num_beams": beams, "max_new_tokens": 8}
-        options, inputs, _ = read_call(wrapped, given)
+        options, inputs, _ = read_call(wrapped, sort("rectangle", wrapped, given))
         requests = prepare(wrapped, options, inputs).requests
         rows = Continuous(budget, max_positions=room, reuse=Reuse(kept=100, least=2))
         run = Drive(Engine(wrapped.executor(requests[0].needs), rows))

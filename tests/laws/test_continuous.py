@@ -26,6 +26,7 @@ from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import EverystepError
 from everystep.outputs import TokenLogprobs
 from everystep.requests import absent
+from everystep.requests.door import sort
 from everystep.requests.prepare import prepare
 from everystep.types import FinishReason, Request
 from tests.judges.dice import Dice
@@ -118,7 +119,7 @@ def _of_row(call: Call, out: Any, row: int, returns: int) -> Answer:
 def requests_of(call: Call, name: str) -> list[Request]:
     """One request per row of the call, as `generate` would make them for a batch that goes on."""
     model = subject(call.draw.model)
-    options, inputs, past = read_call(model, call.arguments())
+    options, inputs, past = read_call(model, sort("rectangle", model, call.arguments()))
     made = completed(model, prepare(model, options, inputs, past)).requests
     return [replace(one, request_id=f"{name} {row}") for row, one in enumerate(made)]
 

@@ -21,6 +21,7 @@ from everystep.requests.door import lists_options
 from everystep.requests.options import Options
 from everystep.requests.prompts import PromptLike, TokenizerLike, listed
 from everystep.requests.reading import require_output_object
+from everystep.stops.ends import moment
 from everystep.streamers import Wording
 from everystep.types import Event
 
@@ -122,10 +123,10 @@ class AsyncEngine:
                 got=shown(prompt)[:60],
                 do="Call it once for each prompt",
             )
-        session = self._session
+        session, since = self._session, moment()
 
         def asked() -> Options:
-            options = session.asked(given)
+            options = session.asked(given, since)
             if most is None:
                 require_output_object(options)
             return options

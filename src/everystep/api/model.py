@@ -313,7 +313,7 @@ class LanguageModel(Subject):
             "assistant_model": assistant_model,
             "tokenizer": tokenizer,
         }
-        subject, of_loop = self._held, ()
+        subject, of_loop = self._held, tuple[str, ...]()
         given = {**kwargs, **{name: one for name, one in spelled.items() if one is not None}}
         if inputs is not None:
             given = with_prompt(given, inputs, subject.core.source or "input_ids")

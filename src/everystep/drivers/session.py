@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from everystep.config import FIELDS, META, GenerationConfig, is_configuration
+from everystep.config.kinds import POSITIVE
 from everystep.draws import seed_of
 from everystep.drivers.complete import completed
 from everystep.drivers.driver import Driver, Mailbox, is_data, shared_driver
@@ -27,9 +28,9 @@ from everystep.errors import (
 )
 from everystep.models.model import Model
 from everystep.nn.modes import inference_mode
-from everystep.requests.absent import refuse_rectangular
+from everystep.requests.absent import refuse_argument, refuse_rectangular
 from everystep.requests.caches import row_quantization
-from everystep.requests.door import NOTHING_BESIDE, PromptValues, sort
+from everystep.requests.door import KEYWORDS, NOTHING_BESIDE, PromptValues, sort
 from everystep.requests.inputs import Inputs
 from everystep.requests.options import NO_RECORDING, Options, read_seeds
 from everystep.requests.prepare import Call, prepare, require_unfilled
@@ -43,6 +44,7 @@ from everystep.requests.reading import read_options, require_output_object
 from everystep.requests.rectangles import read_inputs
 from everystep.requests.strategies import strategy_of
 from everystep.requests.subject import Subject
+from everystep.stops.ends import moment
 from everystep.types import Event, Group, Request
 
 OptionsLike = Mapping[str, Any] | GenerationConfig
@@ -105,14 +107,16 @@ class Session:
 
     # --- what is asked for ------------------------------------------------------------------------
 
-    def asked(self, given: Mapping[str, Any]) -> Options:
-        """Return what these keywords ask for a prompt that is a call of its own."""
-        own = self._read(given)
+    def asked(self, given: Mapping[str, Any], since: float) -> Options:
+        """Return what these keywords ask for a prompt that is a call of its own, made at the moment
+        `since`."""
+        own = self._read(given, since)
         _require_alike(self._model, self._options[0], own, "the engine")
         return own
 
-    def _read(self, given: Mapping[str, Any]) -> Options:
-        """What is asked for a prompt by these keywords."""
+    def _read(self, given: Mapping[str, Any], since: float | None = None) -> Options:
+        """Return what is asked for a prompt by these keywords of a call made at this moment, or
+        now."""
         asked = sort("texts", self._model, given)
         options = read_options(self._model, asked, self.tokenizer)
         if options.effective.caller:
@@ -123,9 +127,16 @@ class Session:
         seed, beside = options.seed, asked.beside
         if seed is None and beside is NOTHING_BESIDE:
             return options
+        deadline = None
+        if beside.timeout is not None:
+            if self._gives_steps:
+                refuse_argument("timeout", beside.timeout, KEYWORDS["timeout"].elsewhere)
+            deadline = POSITIVE.checked(beside.timeout, "timeout", "Pass timeout=10.0, say")
+            deadline += moment() if since is None else since
         return replace(
             options,
             seed=None if seed is None else read_seeds(seed, 1),
+            deadline=deadline,
             starts_answer=beside.add_generation_prompt is not False,
             trims=bool(beside.trim_stop_strings) and self.tokenizer is not None,
         )

@@ -51,6 +51,10 @@ _CONTENT: tuple[CallKind, ...] = ("prompt", "rectangle", "prefill")
 _INNER: tuple[CallKind, ...] = ("rectangle", "prefill")
 _TENSORS = "belongs to a rectangle of tensors, not to prompts"
 _CALL = (_TENSORS, "Call model.generate with it")
+_WAITING = (
+    "counts how long a prompt waits among others, and here none waits",
+    "Set max_time, or call es.generate, es.stream or an AsyncEngine",
+)
 _EVENTS = (_TENSORS, "Read the events of es.stream, or call model.generate")
 
 
@@ -236,6 +240,12 @@ class Beside:
         "str | None",
         "Only prompts of the same salt share what the cache holds of their beginnings.",
         calls=_TEXTS,
+    )
+    timeout: object = keyword(
+        "float | None",
+        "Seconds after which a prompt ends, counted from the call, its waiting too.",
+        calls=_TEXTS,
+        elsewhere=_WAITING,
     )
     of_loop: Mapping[str, object] = field(default_factory=dict)
 

@@ -99,6 +99,8 @@ class PlainTextOptions(ObjectOptions, total=False):
     """Whether texts lose the stop string that ended them."""
     cache_salt: str | None
     """Only prompts of the same salt share what the cache holds of their beginnings."""
+    timeout: float | None
+    """Seconds after which a prompt ends, counted from the call, its waiting too."""
 
 
 class TextOptions(PlainTextOptions, ResultOptions, total=False):

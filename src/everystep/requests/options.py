@@ -164,8 +164,9 @@ class Options:
     `effective`: every field of the configuration. `seed`: one integer, from which each row gets its
     own, or one for each row. `prefix`: what comes before every prompt; `salt`: prompts of another
     one share no rows with these. `adapter_names`: one for all rows or one each, None for what is
-    active. `starts_answer`: whether a chat template begins the answer to the messages; `trims`:
-    whether texts lose the stop string that ended them.
+    active. `deadline`: the moment from which on it takes no step. `starts_answer`: whether a chat
+    template begins the answer to the messages; `trims`: whether texts lose the stop string that
+    ended them.
     """
 
     effective: Effective
@@ -179,6 +180,7 @@ class Options:
     prefix: Prefix | None = None
     salt: str | None = None
     adapter_names: object = None
+    deadline: float | None = None
     starts_answer: bool = True
     trims: bool = False
 

@@ -46,7 +46,7 @@ from everystep.stops.strings import StopStrings
 from everystep.strategies import ConstrainedBeam
 from everystep.text import Spelling
 from everystep.types import Prompt, Request, Wants
-from everystep.types.protocols import MATCHING, Processor
+from everystep.types.protocols import MATCHING, Processor, Readout
 from everystep.types.request import Drafter, Stop, Strategy
 
 Runs = Literal["continuous", "lockstep", "loop"]
@@ -141,7 +141,8 @@ def prepare(
     lingers = runs == "lockstep" and _linger(options, cache, processors, stops)
     alike = kept_rows(strategy) == strategy.width and (inputs.batch == 1 or drafter is None)
     wants = _wants(options, inputs, cached=cache is not None, history=alike and lingers)
-    readout, companions = None, ((),) * inputs.batch
+    readout: Readout | None = None
+    companions: tuple[tuple[Prompt, ...], ...] = ((),) * inputs.batch
     if fields.guidance_scale is not None or fields.dola_layers or choosing.contrast is not None:
         readout, companions = readout_of(subject, fields, choosing.contrast, steering, inputs)
     made = partial(
@@ -155,6 +156,7 @@ def prepare(
         linger=lingers,
         salt=options.salt,
         hooks=steering.hooks,
+        deadline=options.deadline,
     )
     together = runs != "continuous"
     require_rows_fit(subject, inputs, strategy.width, together=together, coded=how is not None)
@@ -298,7 +300,7 @@ def require_unfilled(length: int, context: int | None) -> None:
 def _require_places(most: int | None, drafter: Drafter | None, inputs: Inputs, new: int) -> None:
     """RequestError where a row may leave the positions that its model has embeddings for, or the
     one that drafts for it."""
-    limits = {} if most is None else {"the model": most}
+    limits: dict[str, int | None] = {"the model": most}
     if isinstance(drafter, DraftModel) and isinstance(drafter.open, Assistant):
         limits["assistant_model"] = drafter.open.most_positions
     prompt = max(one.length for one in inputs.prompts)

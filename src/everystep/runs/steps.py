@@ -136,15 +136,15 @@ class Sight:
         )
 
     def number(self) -> float | None:
-        """Return the number in (0, 1) that drew the first row's token; None where nothing was drawn."""
+        """Return the number in (0, 1) that drew the first row's token; None if nothing was drawn."""
         if not isinstance(self.request.strategy, Sample):
             return None
         places = self._scored.batch.places()
         return float(self.request.draws.uniform("choice", places)[int(self._rows[0]), 0])
 
     def layers(self, name: str) -> tuple[Tensor, ...] | None:
-        """Return hidden states or attentions of the first sequence, layer by layer, if they were asked
-        for."""
+        """Return hidden states or attentions of the first sequence, layer by layer, if they were
+        asked for."""
         held = self._captures.get(0)
         found: tuple[Tensor, ...] | None = None if held is None else getattr(held[1], name)
         return found

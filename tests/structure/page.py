@@ -46,13 +46,15 @@ BEGIN, END = "<!-- structure: begin -->", "<!-- structure: end -->"
 class Figure:
     """A count, the places behind it, and the most that it may be.
 
-    `count`: None is the number of places. `note`: what the table says behind it. `grain`: the table
-    rounds up to multiples of it.
+    `bound`: what is wanted. `most`: what it may be until then, for one that exceeds its bound; it
+    only ever sinks. `count`: None is the number of places. `note`: what the table says behind it.
+    `grain`: the table rounds up to multiples of it.
     """
 
     name: str
     places: Sequence[str]
     bound: int | None = None
+    most: int | None = None
     note: str = ""
     grain: int = 1
     count: int | None = None
@@ -64,8 +66,9 @@ class Figure:
 
     @property
     def exceeds(self) -> bool:
-        """Whether there are more than there may be."""
-        return self.bound is not None and self.now > self.bound
+        """True if there are more than there may be."""
+        most = self.bound if self.most is None else self.most
+        return most is not None and self.now > most
 
     def row(self) -> str:
         """Return the figure as a row of the table."""

@@ -136,7 +136,7 @@ class Sight:
         )
 
     def number(self) -> float | None:
-        """Return the number in (0, 1) that drew the first row's token; None if nothing was drawn."""
+        """Return the number in (0, 1) that drew the first row's token; None without a draw."""
         if not isinstance(self.request.strategy, Sample):
             return None
         places = self._scored.batch.places()

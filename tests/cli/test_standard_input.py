@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from everystep.cli import main, reading
+from everystep.cli import main, user_input
 from tests.cli.fakes import Stage
 from tests.cli.running import Caller, program, run
 from tests.reading import ROOT
@@ -65,7 +65,7 @@ def test_a_pipe_that_nobody_writes_to_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(reading, "PATIENCE", 0.05)
+    monkeypatch.setattr(user_input, "PATIENCE", 0.05)
     assert main(["generate", "Why?"]) == 0
     out, err = capsys.readouterr()
     assert out == "Why?\n" and "nothing came through the pipe" in err and "</dev/null" in err
@@ -83,7 +83,7 @@ def test_a_dash_waits_as_long_as_it_takes(
         os.write(pipe, b"late\n")
         os.close(pipe)
 
-    monkeypatch.setattr(reading, "PATIENCE", 0.01)
+    monkeypatch.setattr(user_input, "PATIENCE", 0.01)
     writer = threading.Thread(target=write)
     writer.start()
     assert main(["generate", "-"]) == 0

@@ -37,7 +37,7 @@ _OF_SEQUENCE = ("score", "lineage", "index", "provisional", "finish")
 
 
 class SavedSequence(TypedDict):
-    """What is written of a live sequence, beside its tokens."""
+    """A live sequence as it is written, beside its tokens."""
 
     memo: dict[str, Any]
     score: float
@@ -48,7 +48,7 @@ class SavedSequence(TypedDict):
 
 
 class SavedGroup(TypedDict):
-    """What is written of a group; `tokens` are the ids after the prompt of each of `live`."""
+    """A group as it is written; `tokens` are the ids after the prompt of each of `live`."""
 
     version: int
     fingerprint: str

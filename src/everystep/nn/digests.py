@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Digest(Protocol):
-    """What `hashlib` makes."""
+    """A digest that `hashlib` makes."""
 
     def update(self, data: bytes | memoryview, /) -> None:
         """Add these bytes."""

@@ -47,7 +47,7 @@ _PROBE = "Hello, World! 12.5 naïve Ωμέγα 日本語 🙂\n\t{'a': 1}"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trail:
-    """What is known of the way that a run has come.
+    """The way that a run has come.
 
     `given`: the positions that were sent or edited. `memos`: what was known after so many ids.
     `steps`: how many there were. `shown`: the serial numbers of the hypotheses that `more` gave.
@@ -122,7 +122,7 @@ def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
 
 
 class Written(TypedDict):
-    """What the bytes of a run hold: `rules` with the keywords that could be written, the names of
+    """A run as its bytes hold it: `rules` with the keywords that could be written, the names of
     those that could not, and the seed."""
 
     rules: list[tuple[int, tuple[dict[str, Any], list[str], Any]]]

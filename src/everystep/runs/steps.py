@@ -143,8 +143,8 @@ class Sight:
         return float(self.request.draws.uniform("choice", places)[int(self._rows[0]), 0])
 
     def layers(self, name: str) -> tuple[Tensor, ...] | None:
-        """Return hidden states or attentions of the first sequence, layer by layer, if they were
-        asked for."""
+        """Return hidden states or attentions of the first sequence by layer, if they were asked
+        for."""
         held = self._captures.get(0)
         found: tuple[Tensor, ...] | None = None if held is None else getattr(held[1], name)
         return found

@@ -7,7 +7,6 @@ other.
 from __future__ import annotations
 
 import ast
-from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -57,15 +56,6 @@ LISTED: dict[tuple[str, str], str] = {
     ("adapters", "models"): "an adapter changes projections of a decoder, found by their names",
     ("executors", "adapters"): "an executor adds what the adapters of a feed say",
 }
-# The circles and the private members used elsewhere that are still to be removed.
-CIRCLES_STILL = [
-    [f"{PACKAGE}.strategies.{name}" for name in ("beam", "beam_bank")],
-    [
-        f"{PACKAGE}.types",
-        *(f"{PACKAGE}.types.{name}" for name in ("batch", "candidates", "hooks", "protocols")),
-    ],
-]
-PRIVATE_STILL = {"api/open.py": 4}
 # Who may write to standard output: programs, and the streamer whose work that is.
 # Compiles the kernels while the package is installed: a program, though it lies beside them.
 BUILD = "executors/native/build.py"
@@ -175,12 +165,11 @@ def test_every_listed_pair_is_needed() -> None:
 
 
 def test_no_modules_and_no_packages_import_each_other() -> None:
-    assert all_circles(sources()) == CIRCLES_STILL
+    assert all_circles(sources()) == []
 
 
 def test_private_members_are_used_in_their_own_file() -> None:
-    uses = private_uses(sources())
-    assert Counter(use.partition(":")[0] for use in uses) == PRIVATE_STILL, uses
+    assert private_uses(sources()) == []
 
 
 def test_nothing_is_used_where_it_may_not_be() -> None:

@@ -11,9 +11,9 @@ The five rooms are the packages above the engine: `requests`, `drivers`, `runs`,
 - Untyped bags: functions of the rooms that take a `Mapping[str, Any]`, a `dict[str, Any]` or
   `**names: Any`; a mapping called `config` is the text of a config.json and is not counted.
 - `Any`: each time that the word stands in the code of the rooms, imports included.
-- Private members of others: `private.py`. Docstrings that begin with What, Whether, How, Where,
-  Those, Which or That, rounded up to 10. Names that several files or classes have. These have no
-  bound; they are shown because they should become fewer.
+- Private members of another file: uses of them (`private.py`).
+- Without a bound, because they should only become fewer: docstrings that begin with What, Whether,
+  How, Where, Those, Which or That, rounded up to 10, and names that several files or classes have.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def of_files(files: Files) -> list[Figure]:
             grain=100,
             count=sum(lines.values()),
         ),
-        Figure("private members of another file", private_uses(files)),
+        Figure("private members of another file", private_uses(files), 0),
         Figure("docstrings that begin with What, Whether, ...", vague_docstrings(files), grain=10),
         Figure("names that several files have", repeated_files(files)),
         Figure("names that several classes have", repeated_classes(files)),

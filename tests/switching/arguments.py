@@ -238,6 +238,12 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "return_segments": (True, {}),
     "prompt_ids": (torch.tensor([1]), {}),
     "condition_on_prev_tokens": (True, {}),
+    "is_multilingual": (True, {}),
+    "prompt_condition_type": ("all-segments", {}),
+    "compression_ratio_threshold": (2.4, {}),
+    "logprob_threshold": (-1.0, {}),
+    "no_speech_threshold": (0.6, {}),
+    "timeout": (1e-9, {}),
     "logits_to_keep": (5, {}),
     "use_model_defaults": (True, {}),
     "return_legacy_cache": (True, {}),
@@ -251,7 +257,8 @@ _LATER = (
     *("cache_params", "pixel_values", "pixel_values_videos", "input_features"),
     *("mm_encoder_outputs", "token_type_ids", "trust_remote_code", "logits_to_keep"),
     *("language", "task", "return_timestamps", "return_segments", "prompt_ids"),
-    "condition_on_prev_tokens",
+    *("condition_on_prev_tokens", "is_multilingual", "prompt_condition_type"),
+    *("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"),
     *("use_model_defaults", "return_legacy_cache"),
     *("decoder_input_ids", "decoder_attention_mask", "encoder_outputs"),  # of this model
 )
@@ -266,6 +273,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_LATER, EVERYWHERE),
     **dict.fromkeys(_RECTANGLES, OF_TEXTS),
     **dict.fromkeys(_OF_STEPS, ("es.generate", "es.stream")),
+    "timeout": ("model.generate", "es.open"),
     "adapter_names": EVERYWHERE,  # by this model, which has none
 }
 """Argument -> the faces on which it is an error that says what to do."""

@@ -115,7 +115,9 @@ class AsyncEngine:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _submit(self, prompt: PromptLike, given: Mapping[str, Any], most: int | None) -> _Follower:
+    def _submit(
+        self, prompt: PromptLike, given: Mapping[str, object], most: int | None
+    ) -> _Follower:
         if not listed(prompt)[1]:
             raise RequestError(
                 "this is not one prompt",

@@ -148,12 +148,12 @@ class _AutoModel(_Auto):
         *,
         dtype: str | torch.dtype | None = None,
         torch_dtype: str | torch.dtype | None = None,
-        device_map: Any = None,
+        device_map: object = None,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
         token: str | bool | None = None,
         local_files_only: bool = False,
-        **others: Any,
+        **others: object,
     ) -> LanguageModel:
         """The model of a folder, a GGUF file, a name or a hub id, ready to generate.
 
@@ -207,7 +207,7 @@ class AutoTokenizer(_Auto):
         cache_dir: str | Path | None = None,
         token: str | bool | None = None,
         local_files_only: bool = False,
-        **others: Any,
+        **others: object,
     ) -> Tokenizer:
         """The tokenizer of a folder, a GGUF file, a name or a hub id; no weights are fetched.
 
@@ -239,7 +239,7 @@ class AutoConfig(_Auto):
         cache_dir: str | Path | None = None,
         token: str | bool | None = None,
         local_files_only: bool = False,
-        **others: Any,
+        **others: object,
     ) -> ModelConfig:
         """The configuration of a folder or a hub id, with the defaults of its family."""
         _check(others, _HARMLESS, ())

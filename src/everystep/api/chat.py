@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from torch import nn
 
@@ -24,7 +24,7 @@ _SEVERAL = ("num_return_sequences", "return_dict_in_generate", "options", "on_er
 def chat(
     model: LanguageModel | nn.Module,
     tokenizer: TokenizerLike,
-    messages: str | Mapping[str, Any] | Messages,
+    messages: str | Mapping[str, object] | Messages,
     *,
     seed: int | None = None,
     **options: Unpack[TextOptions],

@@ -38,7 +38,7 @@ class ChatDefaults:
             return list(messages)
         return [{"role": "system", "content": self.system}, *messages]
 
-    def completed(self, options: Mapping[str, Any], own: GenerationConfig) -> dict[str, Any]:
+    def completed(self, options: Mapping[str, object], own: GenerationConfig) -> dict[str, Any]:
         """The options of a chat with what they and the model's `own` configuration leave open."""
         passed = options.get("generation_config")
 

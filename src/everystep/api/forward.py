@@ -45,7 +45,7 @@ def forward(
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
-    past_key_values: Any = None,
+    past_key_values: object = None,
     inputs_embeds: Tensor | None = None,
     use_cache: bool | None = None,
     decoder_input_ids: Tensor | None = None,
@@ -55,9 +55,9 @@ def forward(
     output_hidden_states: bool | None = None,
     output_attentions: bool | None = None,
     decoder_attention_mask: Tensor | None = None,
-    encoder_outputs: Any = None,
+    encoder_outputs: object = None,
     input_features: Tensor | None = None,
-    **pictures: Any,
+    **pictures: object,
 ) -> Any:
     """Return logits of every position, (B, T, V), and the cache with these positions after its own.
 
@@ -224,7 +224,7 @@ def see_pictures(
     inputs_embeds: Tensor | None,
     mask: Tensor | None,
     cache: Cache | None,
-    given: Mapping[str, Any],
+    given: Mapping[str, object],
 ) -> SeenInputs:
     """The inputs with the features of the pictures that are `given` by name, and their positions.
 

@@ -156,7 +156,7 @@ def _warn_of_slow_path(model: LanguageModel, choices: _Choices) -> None:
 
 @loading()
 def from_weights(
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     weights: Mapping[str, Tensor],
     *,
     dtype: torch.dtype | None = None,
@@ -175,7 +175,7 @@ def from_weights(
     return LanguageModel(core, settings)
 
 
-def _with_text(config: Mapping[str, Any]) -> dict[str, Any]:
+def _with_text(config: Mapping[str, object]) -> dict[str, Any]:
     """The values of a configuration, those of its text part beside them where it has several."""
     text = config.get("text_config")
     return {**text, **config} if isinstance(text, Mapping) else dict(config)

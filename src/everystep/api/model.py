@@ -243,7 +243,7 @@ class LanguageModel(Subject):
         dtype: torch.dtype | None = None,
         adapters: Merged | None = None,
         max_shard_size: int | str = "5GB",
-        **of_module: Any,
+        **of_module: object,
     ) -> None:
         """Write a folder that this library and transformers load, in safetensors.
 
@@ -326,7 +326,7 @@ class LanguageModel(Subject):
         return generate(subject, arguments)
 
 
-def wrap(model: Any) -> LanguageModel:
+def wrap(model: object) -> LanguageModel:
     """The model, driven by this library's engine: `generate`, `es.generate`, `es.stream` take it.
 
     A model of transformers or any PEFT wrapper of one is examined with a few short forwards and

@@ -37,7 +37,7 @@ _PLACE = "\ue000"
 
 def layout_prompt(
     model: LanguageModel,
-    tokenizer: Any,
+    tokenizer: object,
     question: str,
     *,
     lines: LinesLike,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from torch import nn
 
@@ -93,7 +93,7 @@ def prefill(
     return Prefix(replace(own, past=None), past, model.core, adapters)
 
 
-def _refuse_choices(given: Mapping[str, Any]) -> None:
+def _refuse_choices(given: Mapping[str, object]) -> None:
     """RequestError for keywords that are about tokens, of which none is chosen here."""
     known = ((name, KEYWORDS.get(name)) for name in given)
     if others := [name for name, row in known if row and row.owner in ("field", "object")]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ def quantize(
     return target
 
 
-def _require_choices(target: Path, format: Any, importance: Any) -> None:
+def _require_choices(target: Path, format: object, importance: object) -> None:
     known = get_args(WrittenFormat)
     if not isinstance(format, str) or format not in known:
         wanted = ", ".join(known)

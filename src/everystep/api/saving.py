@@ -106,7 +106,7 @@ def _converted(core: Model, dtype: torch.dtype) -> Iterator[Tensor]:
         yield found
 
 
-def _json_of(config: Mapping[str, Any]) -> str:
+def _json_of(config: Mapping[str, object]) -> str:
     try:
         return json.dumps(config, indent=2, sort_keys=True) + "\n"
     except TypeError as error:

@@ -159,7 +159,7 @@ def score(
     return scores[0] if single else scores
 
 
-def _each_after(after: Any, count: int) -> list[Any]:
+def _each_after(after: object, count: int) -> list[Any]:
     """What each of the texts comes after."""
     if after is None:
         return [None] * count
@@ -189,7 +189,9 @@ def _sizes(model: LanguageModel, window: Any, stride: Any) -> tuple[int, int]:
     return int(window), int(stride)
 
 
-def _read(model: LanguageModel, tokenizer: Any, text: Any, after: Any, options: Options) -> _Row:
+def _read(
+    model: LanguageModel, tokenizer: object, text: object, after: object, options: Options
+) -> _Row:
     """What the model reads for a text."""
     if is_messages(text) or isinstance(text, Mapping):
         do = "Pass what stands before the text as after=, and the text itself"

@@ -36,7 +36,7 @@ from everystep.types import Request, Rows, Scores, Sequence, TokenTable
 Loop = Callable[..., Any]
 
 
-def require_loop(value: Any) -> Loop:
+def require_loop(value: object) -> Loop:
     """The caller's loop; UnsupportedError for the name of a repository."""
     if callable(value):
         loop: Loop = value
@@ -116,7 +116,7 @@ def refuse_unseen(call: Call) -> None:
             )
 
 
-def _process(requests: list[Request], input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+def _process(requests: list[Request], input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
     """All processors of a call: (R, T) ids and (R, V) scores -> (R, V) scores; a request per
     row."""
     ids = input_ids.cpu().numpy()

@@ -111,7 +111,7 @@ def _padding_notices(ids: object, ends: Ends) -> tuple[str, ...]:
 # --- run ------------------------------------------------------------------------------------------
 
 
-def _delivery(call: Call, streamer: Any) -> Delivery:
+def _delivery(call: Call, streamer: object) -> Delivery:
     rows, strategy, tokenizer = call.inputs.batch, call.strategy, call.options.tokenizer
     if not strategy.streams and rows * strategy.returns > 1 and not hasattr(streamer, "on_event"):
         raise UnsupportedError(
@@ -124,7 +124,7 @@ def _delivery(call: Call, streamer: Any) -> Delivery:
     return Delivery(streamer, rows, returns, fill, Wording(tokenizer))
 
 
-def _run(model: Subject, call: Call, delivery: Delivery | None, passed: Any) -> Any:
+def _run(model: Subject, call: Call, delivery: Delivery | None, passed: object) -> Any:
     e = call.options.effective
     cached, returned = e.use_cache is not False, e if e.return_dict_in_generate else None
     collector = Collector(

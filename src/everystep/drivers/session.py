@@ -76,7 +76,7 @@ class Session:
         prompts: Iterable[PromptLike],
         options: Sequence[OptionsLike] | None,
         seed: int | Sequence[int] | None,
-        common: Mapping[str, Any],
+        common: Mapping[str, object],
         *,
         gives_events: bool = False,
         gives_steps: bool = False,
@@ -107,14 +107,14 @@ class Session:
 
     # --- what is asked for ------------------------------------------------------------------------
 
-    def asked(self, given: Mapping[str, Any], since: float) -> Options:
+    def asked(self, given: Mapping[str, object], since: float) -> Options:
         """Return what these keywords ask for a prompt that is a call of its own, made at the moment
         `since`."""
         own = self._read(given, since)
         _require_alike(self._model, self._options[0], own, "the engine")
         return own
 
-    def _read(self, given: Mapping[str, Any], since: float | None = None) -> Options:
+    def _read(self, given: Mapping[str, object], since: float | None = None) -> Options:
         """Return what is asked for a prompt by these keywords of a call made at this moment, or
         now."""
         asked = sort("texts", self._model, given)
@@ -143,7 +143,7 @@ class Session:
 
     def _read_each(
         self,
-        common: Mapping[str, Any],
+        common: Mapping[str, object],
         options: Sequence[OptionsLike],
         prompts: Iterable[PromptLike],
     ) -> list[Options]:
@@ -308,7 +308,7 @@ def _any_over(boxes: Sequence[Mailbox]) -> bool:
     return any(box.over for box in boxes)
 
 
-def _said(own: Any) -> Mapping[str, Any]:
+def _said(own: object) -> Mapping[str, Any]:
     """The keywords that one prompt's options stand for."""
     if isinstance(own, Mapping):
         return own
@@ -338,7 +338,7 @@ def _require_one(inputs: Inputs) -> None:
         raise RequestError("a prompt has several rows", wanted=1, got=inputs.batch, do=do)
 
 
-def _count(prompts: Any, what: str) -> int:
+def _count(prompts: object, what: str) -> int:
     """How many prompts there are; RequestError where that cannot be known."""
     if isinstance(prompts, Sized):
         return len(prompts)

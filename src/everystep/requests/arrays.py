@@ -24,7 +24,7 @@ _PIECE = 1 << 14  # numbers of a list that are read at once
 _ROWS = "Pass a tensor, with rows padded to one length"
 
 
-def as_numbers(name: str, given: Any, wanted: str, do: str = _ROWS) -> Tensor:
+def as_numbers(name: str, given: object, wanted: str, do: str = _ROWS) -> Tensor:
     """The tensor, array or nested list as a tensor; RequestError where it holds no numbers, or not
     one beside the other."""
     try:
@@ -43,7 +43,7 @@ def as_numbers(name: str, given: Any, wanted: str, do: str = _ROWS) -> Tensor:
     return found.detach()
 
 
-def _in_pieces(given: list[Any]) -> Tensor | None:
+def _in_pieces(given: list[object]) -> Tensor | None:
     """A long list of whole numbers as a tensor; None where it holds something else.
 
     One piece at a time is read, for other threads cannot run meanwhile.
@@ -60,7 +60,7 @@ def _in_pieces(given: list[Any]) -> Tensor | None:
 # --- ids and embeddings ---------------------------------------------------------------------------
 
 
-def read_ids(given: Any, name: str, *, empty: bool = False) -> np.ndarray:
+def read_ids(given: object, name: str, *, empty: bool = False) -> np.ndarray:
     """(B, T) ids; `empty`: whether T may be 0."""
     do = "Pad the rows to one length, with an attention_mask, or use es.generate"
     ids = as_numbers(name, given, "a (batch, length) rectangle of ids", do)
@@ -93,7 +93,7 @@ def require_known(ids: np.ndarray, vocabulary: int | None, name: str) -> None:
     )
 
 
-def read_embeds(embeds: Any, ids: np.ndarray | None, width: int) -> Tensor:
+def read_embeds(embeds: object, ids: np.ndarray | None, width: int) -> Tensor:
     """(B, T, E) embeddings for a model of that `width`, as many rows as there are of `ids`."""
     name = "inputs_embeds"
     if not isinstance(embeds, Tensor) or not embeds.is_floating_point() or embeds.dim() != 3:
@@ -119,7 +119,7 @@ def read_embeds(embeds: Any, ids: np.ndarray | None, width: int) -> Tensor:
 # --- masks ----------------------------------------------------------------------------------------
 
 
-def read_mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
+def read_mask(mask: object, shape: tuple[int, ...]) -> np.ndarray:
     """Return (B, L) bool, which positions are real, all without a mask; RequestError for another
     shape."""
     if mask is None:
@@ -203,7 +203,7 @@ def read_square(mask: Tensor, batch: int, length: int) -> Tensor:
 # --- positions and named inputs -------------------------------------------------------------------
 
 
-def read_positions(positions: Any, rows: int, length: int) -> Tensor:
+def read_positions(positions: object, rows: int, length: int) -> Tensor:
     """Position ids of any rank, (..., B, L), (..., 1, L) or (L,), as (..., B or 1, L)."""
     do = "Pass one position per prompt position"
     if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dim() == 0:
@@ -226,7 +226,7 @@ def of_row(positions: Tensor, row: int) -> Tensor:
     return positions[..., row if positions.shape[-2] > 1 else 0, :]
 
 
-def read_named(spec: InputSpec, given: Any, rows: int, length: int) -> Tensor:
+def read_named(spec: InputSpec, given: object, rows: int, length: int) -> Tensor:
     """What a model declares, (B, L, *shape) or, where it is not per token, (B, *shape)."""
     inner = (length, *spec.shape) if spec.per == "token" else spec.shape
     values = as_numbers(spec.name, given, f"{(rows, *inner)}")
@@ -245,7 +245,7 @@ def read_named(spec: InputSpec, given: Any, rows: int, length: int) -> Tensor:
     return values
 
 
-def require(name: str, value: Any, *methods: str) -> Any:
+def require(name: str, value: object, *methods: str) -> Any:
     """The value, which is None or has the methods (`__call__` among them); RequestError if not."""
     missing = [method for method in methods if not callable(getattr(value, method, None))]
     if value is None or not missing:
@@ -308,7 +308,7 @@ def read_hooks(value: Any) -> tuple[Hook, ...]:
     return tuple(listed)
 
 
-def read_adapters(value: Any, known: Sequence[str]) -> Any:
+def read_adapters(value: object, known: Sequence[str]) -> Any:
     """The value; RequestError if it names an adapter that the model does not have."""
     names = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
     if strangers := [one for one in names if isinstance(one, str) and one not in known]:

@@ -72,9 +72,7 @@ def keyword(
 class Objects:
     """What the caller passed beside fields and prompt, as it was passed."""
 
-    generation_config: object = keyword(
-        "GenerationConfig | Any", "Values for all that the call does not set."
-    )
+    generation_config: object = keyword("object", "Values for all that the call does not set.")
     logits_processor: object = keyword(
         "Sequence[Callable[..., Any]] | None",
         "Functions of (input_ids, scores) that change the scores.",
@@ -131,9 +129,9 @@ class Objects:
     contrast_beta: object = keyword(
         "float | None", "With amateur_model: how strongly its logits count."
     )
-    assistant_model: object = keyword("Any", "A smaller model, which drafts.")
+    assistant_model: object = keyword("object", "A smaller model, which drafts.")
     assistant_tokenizer: object = keyword(
-        "Any", "The tokenizer of assistant_model, where it is another one."
+        "object", "The tokenizer of assistant_model, where it is another one."
     )
     draft_corpus: object = keyword("Corpus | None", "Texts that drafts are copied from.")
     strategy: object = keyword(
@@ -176,10 +174,10 @@ class PromptValues:
         "Tensor | None", "(B, T) 1 for what is read of it.", calls=_INNER, elsewhere=_CALL
     )
     encoder_outputs: object = keyword(
-        "Any", "What an encoder made of the prompt, in its place.", calls=_INNER, elsewhere=_CALL
+        "object", "What an encoder made of the prompt, in its place.", calls=_INNER, elsewhere=_CALL
     )
     past_key_values: object = keyword(
-        "Any", "The cache that the call goes on from.", calls=_INNER, elsewhere=_CALL
+        "object", "The cache that the call goes on from.", calls=_INNER, elsewhere=_CALL
     )
     negative_prompt_ids: object = keyword(
         "Numbers | None",
@@ -212,9 +210,9 @@ class Beside:
     `of_loop`: what the caller's decoding loop names, and nothing else reads.
     """
 
-    tokenizer: object = keyword("Any", "What texts are made with.", calls=_RECTANGLE)
+    tokenizer: object = keyword("object", "What texts are made with.", calls=_RECTANGLE)
     streamer: object = keyword(
-        "Any",
+        "object",
         "What is given every new token: an object with put and end.",
         calls=_RECTANGLE,
         elsewhere=_EVENTS,
@@ -276,7 +274,10 @@ class OfSpeech:
         "bool | None", "Return the segments beside the ids.", calls=(), elsewhere=OF_SPEECH
     )
     prompt_ids: object = keyword(
-        "Any", "Ids of what was said before, or of words to expect.", calls=(), elsewhere=OF_SPEECH
+        "object",
+        "Ids of what was said before, or of words to expect.",
+        calls=(),
+        elsewhere=OF_SPEECH,
     )
     prompt_condition_type: object = keyword(
         'Literal["first-segment", "all-segments"] | None',
@@ -324,7 +325,7 @@ _FURTHER = (
         "pixel_values",
         "media",
         (),
-        "Any",
+        "object",
         "The patches of images, as the tokenizer or processor returned them.",
         ARGUMENTS.get("pixel_values"),
     ),
@@ -332,7 +333,7 @@ _FURTHER = (
         "image_grid_thw",
         "media",
         (),
-        "Any",
+        "object",
         "(images, 3) how many patches each has: times, rows, columns.",
         ARGUMENTS.get("image_grid_thw"),
     ),
@@ -340,7 +341,7 @@ _FURTHER = (
         "pixel_values_videos",
         "media",
         (),
-        "Any",
+        "object",
         "The patches of videos.",
         ARGUMENTS.get("pixel_values_videos"),
     ),
@@ -348,7 +349,7 @@ _FURTHER = (
         "video_grid_thw",
         "media",
         (),
-        "Any",
+        "object",
         "(videos, 3) how many patches each has.",
         ARGUMENTS.get("video_grid_thw"),
     ),
@@ -356,7 +357,7 @@ _FURTHER = (
         "mm_token_type_ids",
         "media",
         (),
-        "Any",
+        "object",
         "(B, T) which ids are places of images (1) and videos (2).",
         ARGUMENTS.get("mm_token_type_ids"),
     ),
@@ -364,7 +365,7 @@ _FURTHER = (
         "second_per_grid_ts",
         "media",
         (),
-        "Any",
+        "object",
         "Seconds that a grid of a video stands for.",
         ARGUMENTS.get("second_per_grid_ts"),
     ),
@@ -372,7 +373,7 @@ _FURTHER = (
         "bbox",
         "media",
         (),
-        "Any",
+        "object",
         "(B, n, 4) the boxes of the lines of a page.",
         ARGUMENTS.get("bbox"),
     ),
@@ -380,7 +381,7 @@ _FURTHER = (
         "input_features",
         "media",
         (),
-        "Any",
+        "object",
         "(B, channels, frames) what an encoder of sounds reads.",
         ARGUMENTS.get("input_features"),
     ),

@@ -151,7 +151,7 @@ def _split(one: PromptInput, given: object, rows: int) -> list[Tensor | None]:
     return each
 
 
-def _by_row(given: Sequence[Any]) -> bool:
+def _by_row(given: Sequence[object]) -> bool:
     """Whether each entry is a row's value: a tensor, nothing, or lists of different lengths."""
     lengths = {len(one) for one in given if isinstance(one, list | tuple)}
     return len(lengths) > 1 or any(isinstance(one, Tensor | None) for one in given)
@@ -264,7 +264,7 @@ def _digest(value: Tensor) -> bytes:
     return hashlib.sha256(plain.numpy().tobytes()).digest()
 
 
-def _checked(one: PromptInput, made: Any, count: int, width: int) -> list[Tensor]:
+def _checked(one: PromptInput, made: object, count: int, width: int) -> list[Tensor]:
     """(count,) features (n, E) as the encoder returned them."""
     each = list(made) if isinstance(made, Tensor | list | tuple) else []
     right = len(each) == count and all(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from everystep.bridge.core import ForeignModel
 from everystep.errors import RequestError, shown
@@ -16,7 +15,7 @@ from everystep.requests.subject import Subject
 
 
 def read_grammar(
-    given: Mapping[Kind, object], tokenizer: Any, ends: tuple[int, ...], vocabulary: int
+    given: Mapping[Kind, object], tokenizer: object, ends: tuple[int, ...], vocabulary: int
 ) -> GrammarMask | None:
     """Return what a call asks for by kind, compiled; None where it asks for nothing.
 
@@ -56,7 +55,7 @@ def forces(subject: Subject) -> bool:
     return not isinstance(core, ForeignModel) or "truncate" in core.executor().abilities
 
 
-def read_allowed(value: Any, tokenizer: Any) -> tuple[AllowedSequences, ...]:
+def read_allowed(value: object, tokenizer: object) -> tuple[AllowedSequences, ...]:
     """The sets of sequences in the keyword, one for all rows or one each; none without it."""
     if value is None:
         return ()

@@ -60,7 +60,7 @@ class CallOptions(FieldOptions, total=False):
     """With amateur_model: tokens below this share of the best are never chosen."""
     contrast_beta: float | None
     """With amateur_model: how strongly its logits count."""
-    assistant_tokenizer: Any
+    assistant_tokenizer: object
     """The tokenizer of assistant_model, where it is another one."""
     draft_corpus: Corpus | None
     """Texts that drafts are copied from."""
@@ -86,7 +86,7 @@ class ObjectOptions(CallOptions, total=False):
     """Functions of (input_ids, scores) that say whether a sequence ends."""
     prefix_allowed_tokens_fn: Callable[[int, Tensor], Any] | None
     """A function of (row, ids) that returns the ids that may follow."""
-    assistant_model: Any
+    assistant_model: object
     """A smaller model, which drafts."""
 
 
@@ -106,7 +106,7 @@ class PlainTextOptions(ObjectOptions, total=False):
 class TextOptions(PlainTextOptions, ResultOptions, total=False):
     """What calls about prompts take: `es.generate`, `es.stream`, `es.open`, `es.chat`."""
 
-    generation_config: GenerationConfig | Any
+    generation_config: object
     """Values for all that the call does not set."""
 
 
@@ -120,11 +120,11 @@ class PromptOptions(TextOptions, total=False):
 class PromptInputs(TypedDict, total=False):
     """What a model reads of a prompt, and encoders of what stands beside it."""
 
-    pixel_values: Any
+    pixel_values: object
     """The patches of images, as the tokenizer or processor returned them."""
-    pixel_values_videos: Any
+    pixel_values_videos: object
     """The patches of videos."""
-    input_features: Any
+    input_features: object
     """(B, channels, frames) what an encoder of sounds reads."""
     input_ids: Numbers | None
     """(B, T) the ids of the prompt."""
@@ -134,15 +134,15 @@ class PromptInputs(TypedDict, total=False):
     """(B, T) 1 for what is read and 0 for padding; or (B, 1 or heads, T, T)."""
     position_ids: Tensor | Callable[..., Any] | None
     """(B, T), or (axes, B, T), positions other than 0, 1, ..."""
-    image_grid_thw: Any
+    image_grid_thw: object
     """(images, 3) how many patches each has: times, rows, columns."""
-    video_grid_thw: Any
+    video_grid_thw: object
     """(videos, 3) how many patches each has."""
-    mm_token_type_ids: Any
+    mm_token_type_ids: object
     """(B, T) which ids are places of images (1) and videos (2)."""
-    second_per_grid_ts: Any
+    second_per_grid_ts: object
     """Seconds that a grid of a video stands for."""
-    bbox: Any
+    bbox: object
     """(B, n, 4) the boxes of the lines of a page."""
 
 
@@ -159,7 +159,7 @@ class SpeechOptions(TypedDict, total=False):
     """Whether segments have times."""
     return_segments: bool | None
     """Return the segments beside the ids."""
-    prompt_ids: Any
+    prompt_ids: object
     """Ids of what was said before, or of words to expect."""
     prompt_condition_type: Literal["first-segment", "all-segments"] | None
     """Which windows prompt_ids stand before."""
@@ -182,9 +182,9 @@ class ModelOptions(CallOptions, ResultOptions, PromptInputs, SpeechOptions, tota
     """(B, T) what a decoder beside an encoder begins with."""
     decoder_attention_mask: Tensor | None
     """(B, T) 1 for what is read of it."""
-    encoder_outputs: Any
+    encoder_outputs: object
     """What an encoder made of the prompt, in its place."""
-    past_key_values: Any
+    past_key_values: object
     """The cache that the call goes on from."""
     return_legacy_cache: bool | None
     """Return the cache as tuples of tensors."""
@@ -193,13 +193,13 @@ class ModelOptions(CallOptions, ResultOptions, PromptInputs, SpeechOptions, tota
 class RectangleOptions(ModelOptions, ObjectOptions, total=False):
     """The same with what the signature of `model.generate` spells out, but for `tokenizer`."""
 
-    generation_config: GenerationConfig | Any
+    generation_config: object
     """Values for all that the call does not set."""
     negative_prompt_ids: Numbers | None
     """(B, T) with guidance_scale: the prompt that is guided away from."""
     negative_prompt_attention_mask: Numbers | None
     """(B, T) 1 for what is read of it."""
-    streamer: Any
+    streamer: object
     """What is given every new token: an object with put and end."""
     custom_generate: Callable[..., Any] | None
     """A decoding loop in the place of the engine's."""

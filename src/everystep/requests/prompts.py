@@ -28,11 +28,11 @@ from everystep.requests.subject import Subject
 class Tokenizing(Protocol):
     """What a tokenizer can do at least, for type checkers that shall tell it from None."""
 
-    def encode(self, *args: Any, **kwargs: Any) -> Any:
+    def encode(self, *args: object, **kwargs: object) -> Any:
         """The ids of a text."""
         ...
 
-    def decode(self, *args: Any, **kwargs: Any) -> Any:
+    def decode(self, *args: object, **kwargs: object) -> Any:
         """The text of ids."""
         ...
 
@@ -69,7 +69,7 @@ def is_messages(prompt: object) -> bool:
 def read_prompt(
     model: Subject,
     tokenizer: TokenizerLike | None,
-    prompt: Any,
+    prompt: object,
     *,
     starts_answer: bool,
     prefix: Prefix | None = None,
@@ -103,7 +103,7 @@ def _with_mask(values: dict[str, Any], source: str | None) -> PromptValues:
     return PromptValues.of(values)
 
 
-def _require_known(prompt: Mapping[str, Any], known: Sequence[str]) -> None:
+def _require_known(prompt: Mapping[str, object], known: Sequence[str]) -> None:
     """UnknownArgumentError for a key that no prompt of the model has."""
     for name in prompt:
         if name not in known:
@@ -112,7 +112,7 @@ def _require_known(prompt: Mapping[str, Any], known: Sequence[str]) -> None:
             raise UnknownArgumentError(f"a prompt has no {name!r}", do=do)
 
 
-def _require_content(prompt: Mapping[str, Any], contents: Sequence[str]) -> None:
+def _require_content(prompt: Mapping[str, object], contents: Sequence[str]) -> None:
     """RequestError unless the mapping has one of the contents."""
     passed = {name for name in (*CONTENTS, *contents) if prompt.get(name) is not None}
     if (len(passed) == 1 and passed <= {*contents}) or passed == {"input_ids", "inputs_embeds"}:
@@ -125,7 +125,7 @@ def _require_content(prompt: Mapping[str, Any], contents: Sequence[str]) -> None
     )
 
 
-def _row(model: Subject, name: str, value: Any) -> Any:
+def _row(model: Subject, name: str, value: object) -> Any:
     """A value of one row in a batch of one."""
     if callable(value):
         return value
@@ -220,7 +220,7 @@ def _ids(
     return found
 
 
-def _returned(ids: Any) -> Tensor:
+def _returned(ids: object) -> Tensor:
     """What a tokenizer returned, which may be the caller's own."""
     do = "Pass a tokenizer that returns ids"
     return as_numbers("what the tokenizer returned", ids, "a list of ids", do)

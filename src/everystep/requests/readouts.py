@@ -52,7 +52,7 @@ def read_contrast(subject: Subject, amateur: Any, alpha: object, beta: object) -
     return Contrast(amateur.executor, *(_number(*pair) for pair in numbers.items()))
 
 
-def _require_model(amateur: Any) -> None:
+def _require_model(amateur: object) -> None:
     named = ("executor", "vocab_size", "is_encoder_decoder")
     if isinstance(amateur, type) or not all(hasattr(amateur, name) for name in named):
         raise ModelClassError(

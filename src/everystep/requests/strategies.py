@@ -177,7 +177,7 @@ class Judge:
 
 
 def read_best_of(
-    count: object, majority: object, scorer: object, effective: Effective, tokenizer: Any
+    count: object, majority: object, scorer: object, effective: Effective, tokenizer: object
 ) -> BestOf | None:
     """Return the strategy that `best_of`, `majority` and `scorer` ask for, or None."""
     functions = {"majority": majority, "scorer": scorer}

@@ -42,7 +42,7 @@ class Asked:
     options: Mapping[str, Any]
     seed: int
 
-    def session(self, model: Subject, tokenizer: Any) -> Session:
+    def session(self, model: Subject, tokenizer: object) -> Session:
         """Return what reads the prompt and prepares its call."""
         if self.options.get("return_dict_in_generate") is False:
             raise RequestError(

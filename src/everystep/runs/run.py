@@ -80,7 +80,7 @@ class Run:
         self._reword()
 
     @classmethod
-    def begun(cls, model: Subject, tokenizer: Any, prompt: PromptLike, asked: Asked) -> Run:
+    def begun(cls, model: Subject, tokenizer: object, prompt: PromptLike, asked: Asked) -> Run:
         """Return a run of the prompt, which has not taken its first step."""
         session = asked.session(model, tokenizer)
         passed = session.read(prompt, 0)
@@ -90,7 +90,7 @@ class Run:
         return cls(model, session, passed, [(0, rules)], hands, group)
 
     @classmethod
-    def restored(cls, model: Subject, tokenizer: Any, state: RunState) -> Run:
+    def restored(cls, model: Subject, tokenizer: object, state: RunState) -> Run:
         """Return a run that goes on where another one was saved."""
         sessions = [(start, asked.session(model, tokenizer)) for start, asked in state.rules]
         calls = [session.prepared(state.passed, 0) for _, session in sessions]

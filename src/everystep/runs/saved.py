@@ -78,7 +78,7 @@ class RunState:
     group: bytes
 
 
-def write_run(state: RunState, model: Subject, tokenizer: Any, path: Path) -> None:
+def write_run(state: RunState, model: Subject, tokenizer: object, path: Path) -> None:
     """Write the run into the file, whole or not at all; RequestError where it holds what cannot be
     written."""
     rules = [(start, _plain(asked)) for start, asked in state.rules]
@@ -134,7 +134,9 @@ class Written(TypedDict):
     group: np.ndarray
 
 
-def read_run(file: Path, model: Subject, tokenizer: Any, again: Mapping[str, Any]) -> RunState:
+def read_run(
+    file: Path, model: Subject, tokenizer: object, again: Mapping[str, object]
+) -> RunState:
     """Read what was saved; `again` has the keywords whose values could not be written.
 
     FormatError: the file is damaged, or of another version. RequestError: it is a run of another
@@ -189,7 +191,7 @@ def _check_owner(
     file: Path,
     metadata: Mapping[str, str],
     model: Subject,
-    tokenizer: Any,
+    tokenizer: object,
     adapters: tuple[str, ...],
 ) -> None:
     """Raise RequestError unless the file is a run of this model, tokenizer and version."""
@@ -268,7 +270,7 @@ def _damaged(file: Path, part: str) -> FormatError:
     return FormatError(f"{file} is damaged", got=f"no possible {part}")
 
 
-def _check_again(absent: Sequence[str], again: Mapping[str, Any]) -> None:
+def _check_again(absent: Sequence[str], again: Mapping[str, object]) -> None:
     """Raise RequestError if a keyword is missing that could not be written, or one is too many."""
     missing = [name for name in absent if name not in again]
     surplus = [name for name in again if name not in absent]
@@ -285,7 +287,7 @@ def _check_again(absent: Sequence[str], again: Mapping[str, Any]) -> None:
         )
 
 
-def _check_prefix(written: str | None, again: Mapping[str, Any]) -> None:
+def _check_prefix(written: str | None, again: Mapping[str, object]) -> None:
     """Raise RequestError unless the prefix that was passed again is the one of the saved run."""
     if "prefix" in again and prefix_digest(again["prefix"]) != written:
         raise RequestError(
@@ -314,7 +316,7 @@ def _plain(asked: Asked) -> tuple[dict[str, Any], list[str], int]:
     return plain, missing, asked.seed
 
 
-def _revived(file: Path, plain: Mapping[str, Any]) -> dict[str, Any]:
+def _revived(file: Path, plain: Mapping[str, object]) -> dict[str, Any]:
     """Return the keywords as they were passed."""
     found = dict(plain)
     said = found.get("generation_config")
@@ -325,7 +327,7 @@ def _revived(file: Path, plain: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _plain_memos(memos: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+def _plain_memos(memos: Mapping[int, Mapping[str, object]]) -> dict[int, dict[str, Any]]:
     """Return them without likelihoods: the group's own memo has them all."""
     return {
         n: {name: value for name, value in memo.items() if name != "logprobs"}
@@ -333,7 +335,7 @@ def _plain_memos(memos: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, 
     }
 
 
-def _tensor(name: str, value: Any) -> Tensor:
+def _tensor(name: str, value: object) -> Tensor:
     if not isinstance(value, Tensor | np.ndarray):
         raise RequestError(
             f"a run whose prompt has {name} cannot be saved",
@@ -347,7 +349,7 @@ def _tensor(name: str, value: Any) -> Tensor:
 # --- whose it is ----------------------------------------------------------------------------------
 
 
-def prefix_digest(prefix: Any) -> str | None:
+def prefix_digest(prefix: object) -> str | None:
     """Return a text that is equal for prefixes of one prompt; None for anything else."""
     if not isinstance(prefix, Prefix):
         return None

@@ -214,7 +214,7 @@ def _stamps(said: Said, tokens: SpeechTokens, frames: int, span: int) -> bool:
     return stamps
 
 
-def _temperatures(value: Any) -> tuple[float | None, ...]:
+def _temperatures(value: object) -> tuple[float | None, ...]:
     each = tuple(value) if isinstance(value, list | tuple) else (value,)
     if not each or any(one is not None and not 0 <= one < float("inf") for one in each):
         raise RequestError("temperature is impossible", wanted="numbers from 0 on", got=value)

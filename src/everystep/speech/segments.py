@@ -22,7 +22,7 @@ Segment = dict[str, Any]
 
 
 def segments_of(
-    tokens: np.ndarray, first_stamp: int, seek: int, frames: int, result: Any
+    tokens: np.ndarray, first_stamp: int, seek: int, frames: int, result: object
 ) -> tuple[list[Segment], int]:
     """The segments of a window's ids (n,), and how many frames further the next window begins.
 
@@ -56,7 +56,9 @@ def segments_of(
     return found, frames if single else further
 
 
-def _segment(offset: float, first: float, last: float, tokens: np.ndarray, result: Any) -> Segment:
+def _segment(
+    offset: float, first: float, last: float, tokens: np.ndarray, result: object
+) -> Segment:
     start, end = offset + first * SECONDS, offset + last * SECONDS
     return {"start": start, "end": end, "tokens": torch.from_numpy(tokens), "result": result}
 

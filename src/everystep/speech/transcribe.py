@@ -158,7 +158,7 @@ def _window(model: Subject, speech: Speech, active: list[_Utterance]) -> Any:
 
 
 def _settle(
-    speech: Speech, one: _Utterance, said: np.ndarray, result: Any, *, silent: bool
+    speech: Speech, one: _Utterance, said: np.ndarray, result: object, *, silent: bool
 ) -> None:
     """The row has the segments of a window, and goes on behind it."""
     frames = min(one.frames - one.seek, speech.span)

@@ -73,7 +73,7 @@ def test_no_deadline_can_be_made_of_it(model: es.LanguageModel, value: object) -
 
 
 def test_nothing_waits_in_a_run_or_in_a_rectangle(model: es.LanguageModel) -> None:
-    with pytest.raises(UnsupportedError, match="timeout .*max_time"):
+    with pytest.raises(UnsupportedError, match=r"timeout .*max_time"):
         es.open(model, None, IDS, timeout=1.0)
-    with pytest.raises(UnsupportedError, match="timeout .*max_time"):
+    with pytest.raises(UnsupportedError, match=r"timeout .*max_time"):
         model.generate([IDS], timeout=1.0)  # type: ignore[call-arg, arg-type]

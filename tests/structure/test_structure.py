@@ -127,7 +127,14 @@ def test_a_page_without_marks_is_refused() -> None:
 
 def test_a_figure_beyond_its_bound_is_a_problem() -> None:
     more = replace(FIGURE, bound=1)
-    assert problems([more], with_table(PAGE, table([more]))) == ["circles: 2; bound 1"]
+    assert problems([more], with_table(PAGE, table([more]))) == ["circles: 2; at most 1"]
+
+
+def test_a_figure_that_misses_its_bound_may_not_grow() -> None:
+    still = replace(FIGURE, bound=1, most=2)
+    assert problems([still], with_table(PAGE, table([still]))) == []
+    more = replace(still, places=["a", "b", "c"])
+    assert problems([more], with_table(PAGE, table([more]))) == ["circles: 3; at most 2"]
 
 
 def test_a_page_with_other_figures_is_a_problem() -> None:
@@ -155,7 +162,7 @@ assert {"Engine.submit", "Engine.step"} <= named["all"]
 for carried in ("length", "processor", "hook"):
     assert "prepare" in named[carried], carried
 assert "Engine.step" not in named["length"]
-assert {"everystep.types.Request", "everystep.strategies.single.Greedy"} <= found["types"]
+assert {"Request", "Greedy"} <= {place.rpartition(".")[2] for place in found["types"]}
 """
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

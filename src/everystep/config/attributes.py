@@ -12,7 +12,7 @@ from everystep.config.nested import CompileConfig, Watermark
 
 
 class FieldAttributes:
-    """What type checkers know of a configuration's attributes."""
+    """The attributes of a configuration, for type checkers."""
 
     max_length: int | None
     max_new_tokens: int | None

@@ -64,13 +64,13 @@ class Field:
 
     @property
     def type(self) -> str:
-        """What type checkers know of its values, as source."""
+        """The type of its values for type checkers, as source."""
         inner = self.kind.type
         return f"{inner} | Sequence[{inner}] | None" if self.per_row else f"{inner} | None"
 
     @property
     def line(self) -> str:
-        """What it means, and what it is where nobody says it."""
+        """The meaning, and the value where nobody says one."""
         if self.default is None:
             return self.meaning
         return f"{self.meaning.removesuffix('.')}; {self.default!r} unless set."

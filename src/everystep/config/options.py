@@ -214,7 +214,7 @@ class ConfigOptions(FieldOptions, total=False):
 
 
 class StoredOptions(ConfigOptions, total=False):
-    """What a configuration holds, where it comes from included."""
+    """Everything that a configuration holds, where it comes from included."""
 
     _from_model_config: bool | None
     """Made from a model's config, not from a file of its own."""

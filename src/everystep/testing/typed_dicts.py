@@ -55,7 +55,7 @@ from everystep.config.nested import CompileConfig, Watermark
 
 
 class FieldAttributes:
-    """What type checkers know of a configuration's attributes."""
+    """The attributes of a configuration, for type checkers."""
 
 '''
 _KEYWORDS = f'''"""The keywords of every public call, for type checkers and editors.
@@ -123,7 +123,7 @@ def _option_classes() -> str:
     results = [row for row in every if row[0] in _RESULTS]
     stored = [row for row in every if row[0] in META]
     left = "The fields that leave open neither how many results there are nor of which class."
-    whole = "What a configuration holds, where it comes from included."
+    whole = "Everything that a configuration holds, where it comes from included."
     return (
         _class("FieldOptions", ["TypedDict"], left, plain)
         + _class(

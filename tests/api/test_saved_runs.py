@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +250,7 @@ def test_a_failed_save_leaves_the_old_file(model: LanguageModel, tmp_path: Path)
     path = tmp_path / "run"
     run = saved(model, path)
     before = path.read_bytes()
-    run._passed = {**run._passed, "past_key_values": object()}
+    run._passed = replace(run._passed, past_key_values=object())
     with pytest.raises(RequestError, match="past_key_values"):
         run.save(path)
     assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]

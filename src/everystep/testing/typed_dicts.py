@@ -72,7 +72,6 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 from torch import Tensor
 
-from everystep.config import GenerationConfig
 from everystep.config.options import ConfigOptions, FieldOptions
 from everystep.engine import Corpus
 from everystep.processors.allowed import AllowedSequences

@@ -287,14 +287,16 @@ def test_a_deadline_counts_waiting_in_line_and_being_set_aside(model: LanguageMo
         async with es.AsyncEngine(model, max_rows=1, max_events=2) as engine:
             slow = engine.stream(ids(0), max_new_tokens=60, eos_token_id=None, timeout=0.3)
             await anext(slow)
-            go = threading.Event()
+            go, begun = threading.Event(), threading.Event()
 
             def gate(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+                begun.set()
                 go.wait(60)
                 return scores
 
             asked: dict[str, Any] = {"max_new_tokens": 2, "eos_token_id": None}
             holds = engine.stream(ids(1), logits_processor=[gate], **asked)
+            await asyncio.to_thread(begun.wait, 60)
             waits = engine.stream(ids(2), timeout=0.05, **asked)
             await asyncio.sleep(0.4)
             go.set()

@@ -147,7 +147,7 @@ class OwnSubject(Holder):
             )
         refuse_cache_dtype(core, cache_dtype)
         self._core = core
-        self._config = generation_config
+        self._config = GenerationConfig.of(generation_config)
         self.name_or_path = name
         self._executor_name = executor
         self._cache_dtype = cache_dtype
@@ -163,7 +163,7 @@ class OwnSubject(Holder):
         return self._config
 
     def configure(self, config: GenerationConfig) -> None:
-        self._config = config
+        self._config = GenerationConfig.of(config)
 
     @property
     def prompt_inputs(self) -> tuple[PromptInput, ...]:

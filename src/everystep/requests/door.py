@@ -534,7 +534,8 @@ def _proposed(call: CallKind, row: Keyword) -> bool:
 
 CONTENTS = ("text", "messages", "input_ids", "inputs_embeds")
 """What a prompt that is a mapping has one of, unless an encoder reads something else."""
-IN_PROMPTS = tuple(row.name for row in KEYWORDS.values() if "prompt" in row.calls)
+_IN_PROMPTS = (row.name for row in KEYWORDS.values() if "prompt" in row.calls)
+IN_PROMPTS = tuple(dict.fromkeys((*CONTENTS, *_IN_PROMPTS)))
 """What such a mapping may hold beside what the model declares."""
 
 

@@ -86,7 +86,7 @@ class ModelPrefix(Prefix):
         place = id(prompt), tuple(tokens)
         if place not in self.forwards:
             embed = self.model.get_input_embeddings()
-            given = embed(torch.from_numpy(prompt.ids)) if prompt.embeds is None else prompt.embeds
+            given = embed(torch.tensor(prompt.ids)) if prompt.embeds is None else prompt.embeds
             own = [embed(torch.tensor([token])) for token in tokens]
             embeds = torch.cat([given, *own])[None] + shift
             with torch.no_grad():

@@ -157,7 +157,7 @@ class BeforeStep:
             return self.given["embeds"].clone()
         if self.start < prompt.length and prompt.embeds is not None:
             return prompt.embeds[self.start - prompt.before :].clone()
-        ids, inside = torch.from_numpy(self.ids), prompt.injected
+        ids, inside = torch.tensor(self.ids), prompt.injected
         if inside is None or self.start >= prompt.length:
             return self.embed(ids)
         here = (inside.positions >= self.start) & (inside.positions < self.start + self.count)

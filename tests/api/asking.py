@@ -31,7 +31,7 @@ def asked(engine: es.AsyncEngine, question: Callable[[Engine], Any]) -> Awaitabl
     def ask() -> Any:
         driver = engine._session._plain
         deadline = time.monotonic() + 60
-        while (driver.line or driver._departing) and time.monotonic() < deadline:
+        while (driver._line or driver._departing) and time.monotonic() < deadline:
             if not driver._has_room() and not driver._departing:
                 break
             time.sleep(0.001)

@@ -9,9 +9,9 @@ from torch import nn
 
 from everystep.api.many import generate
 from everystep.api.model import LanguageModel, paired
-from everystep.drivers.session import Messages, TokenizerLike, is_messages
 from everystep.errors import RequestError, shown
 from everystep.requests.door import lists_options
+from everystep.requests.prompts import Messages, TokenizerLike, is_messages
 
 if TYPE_CHECKING:
     from everystep.requests.keywords import TextOptions

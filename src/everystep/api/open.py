@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from everystep.api.model import LanguageModel, paired
-from everystep.drivers.session import PromptLike, TokenizerLike
 from everystep.errors import RequestError
 from everystep.files.opening import as_path
 from everystep.requests.door import lists_options
+from everystep.requests.prompts import PromptLike, TokenizerLike
 from everystep.runs.hands import Asked
 from everystep.runs.run import Run
 from everystep.runs.saved import read_run

@@ -46,7 +46,7 @@ class Mailbox:
     the thread that steps, when there is something new; it must neither wait nor raise. `error`: why
     the engine refused a request. `leaving`: how the groups are to end before the next step.
     `dropped`: it left while it stood in line, and never begins. `over`: nothing more will be put
-    into it.
+    into it. `deadline`: the first moment at which one of the requests is to end, None without any.
     """
 
     def __init__(
@@ -68,18 +68,14 @@ class Mailbox:
         self.dropped = False
         self.over = False
         self.names: dict[str, str] = {}  # as the engine calls a request -> as its owner does
+        moments = (one.deadline for one in self.requests if one.deadline is not None)
+        self.deadline = min(moments, default=None)
 
     @property
     def begun(self) -> bool:
         """True once it stands in line no longer."""
         entered = len(self.groups) >= len(self.requests)
         return entered or self.dropped or self.error is not None
-
-    @property
-    def deadline(self) -> float | None:
-        """The first moment at which one of its requests is to end, None without any."""
-        moments = [one.deadline for one in self.requests if one.deadline is not None]
-        return min(moments, default=None)
 
     @property
     def caught_up(self) -> bool:
@@ -118,12 +114,6 @@ class Driver:
         self._coming: list[object] = []  # threads that want to submit before the next step
 
     @property
-    def pending(self) -> bool:
-        """True where there is something to step, to deliver, to end or to begin."""
-        asked = self._departing or self._returning or self._line
-        return bool(asked or self._reported or self.engine.pending)
-
-    @property
     def busy(self) -> bool:
         """True where a step, or what is done between two, would change something: not where every
         group is set aside."""
@@ -140,11 +130,6 @@ class Driver:
         """The next moment at which a request is to end, whether it runs, waits or is set aside."""
         boxes = (*list(self._boxes.values()), *list(self._line))
         return min((one.deadline for one in boxes if one.deadline is not None), default=None)
-
-    @property
-    def line(self) -> int:
-        """The number of mailboxes that were posted and have neither begun nor left."""
-        return sum(1 for one in tuple(self._line) if one.leaving is None)
 
     # --- coming and going -------------------------------------------------------------------------
 
@@ -302,12 +287,10 @@ class Driver:
         finally:
             self._stepping = None
         self._deliver()
-        self._close()
 
     def _settle(self) -> None:
         """Do what was asked for since the last step: who leaves, who goes on, who begins."""
         self._deliver()
-        self._close()
         while self._departing:
             self._end(self._departing[0])
             self._departing.popleft()
@@ -350,7 +333,7 @@ class Driver:
                 self._end(box)
 
     def _name_for(self, name: str) -> str:
-        """A name that no request of the engine has."""
+        """Return a name that no request of the engine has."""
         if name not in self._boxes:
             return name
         while (other := f"{name}.{self._serial}") in self._boxes:
@@ -368,15 +351,13 @@ class Driver:
             with inference_mode():
                 self._reported.extend(self.engine.cancel(group, box.leaving))
         self._deliver()
-        self._close()
         if box.begun and not box.groups:
             box.over = True
             _tell(box)
 
     def _deliver(self) -> None:
-        """Put what was reported into the mailboxes, and set those aside whose owners are behind."""
-        if not self._reported:
-            return
+        """Put what was reported into the mailboxes, set those aside whose owners are behind, and
+        close those whose groups are over, now that all of it is in them."""
         parcels: dict[Mailbox, list[Event]] = {}
         for event in self._reported:
             box = self._boxes[event.request_id]
@@ -391,9 +372,6 @@ class Driver:
             if box.most is not None and len(box.events) >= box.most and not box.aside:
                 self._set_aside(box)
             _tell(box)
-
-    def _close(self) -> None:
-        """Close the mailboxes whose groups are over, now that all of it is in them."""
         for name, box in list(self._boxes.items()):
             if box.begun and not any(group.live for group in box.groups):
                 # First of all: whoever was interrupted here finds it again by its name.

@@ -244,6 +244,8 @@ class Desk:
                 thread = self._threads.get(driver) or EngineThread(driver)
                 self._threads[driver] = thread
                 one.hand_over(thread, box)
+                if self.closed:  # by a finalizer, which takes no lock and saw no such thread
+                    thread.close()
         except Exception as error:
             one.error = error
         finally:

@@ -34,12 +34,7 @@ from everystep.requests.door import KEYWORDS, NOTHING_BESIDE, PromptValues, sort
 from everystep.requests.inputs import Inputs
 from everystep.requests.options import NO_RECORDING, Options, read_seeds
 from everystep.requests.prepare import Call, prepare, require_unfilled
-from everystep.requests.prompts import Messages as Messages
-from everystep.requests.prompts import PromptLike as PromptLike
-from everystep.requests.prompts import TokenizerLike as TokenizerLike
-from everystep.requests.prompts import is_messages as is_messages
-from everystep.requests.prompts import listed as listed
-from everystep.requests.prompts import read_prompt
+from everystep.requests.prompts import PromptLike, TokenizerLike, read_prompt
 from everystep.requests.reading import read_options, require_output_object
 from everystep.requests.rectangles import read_inputs
 from everystep.requests.strategies import strategy_of

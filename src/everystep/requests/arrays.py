@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.errors import ModelClassError, RequestError, shown
+from everystep.errors import RequestError, shown
 from everystep.executors.positions import require_positions
-from everystep.models import Model
 from everystep.types import InputSpec
 from everystep.types.hooks import Hook
 
@@ -257,17 +256,6 @@ def require(name: str, value: object, *methods: str) -> Any:
         got=shown(value),
         do=f"Pass such an object as {name}, or leave it out",
     )
-
-
-def require_core(core: object) -> None:
-    """ModelClassError unless it is a model of this library, before it is given its defaults."""
-    if not isinstance(core, Model):
-        raise ModelClassError(
-            "this object is not a model that can generate",
-            wanted="a models.Model",
-            got=type(core).__name__,
-            do="Use everystep.load_model",
-        )
 
 
 def read_functions(name: str, value: Any) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ def as_embeddings(request: Request, mix: Mix, *, keep_ids: bool) -> Request:
         return request
     embeds = hash_executor(mix).function.embed(prompt.ids)
     if prompt.injected is not None:
-        embeds[torch.from_numpy(prompt.injected.positions)] = prompt.injected.embeds
+        embeds[torch.tensor(prompt.injected.positions)] = prompt.injected.embeds
     ids = prompt.ids if keep_ids else None
     return replace(request, prompt=replace(prompt, embeds=embeds, ids=ids, injected=None))
 

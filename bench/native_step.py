@@ -99,7 +99,9 @@ def prompt_ms(model: Model, kept: CacheDtype, count: int) -> float:
 class WholeRows(NativeExecutor):
     """Reports whole rows alone."""
 
-    abilities = NativeExecutor.abilities - {"best"}
+    def __init__(self, model: Model, *, ahead: bool) -> None:
+        super().__init__(model, ahead=ahead)
+        self.abilities -= {"best"}
 
 
 SHARED = SharedDraws()

@@ -130,7 +130,7 @@ class AsyncEngine:
         def asked() -> Options:
             options = session.asked(given, since)
             if most is None:
-                require_output_object(options)
+                require_output_object(options.recording, options.effective)
             return options
 
         read = asked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack, cast, final
@@ -315,12 +316,14 @@ class LanguageModel(Subject):
         }
         subject, of_loop = self._held, tuple[str, ...]()
         given = {**kwargs, **{name: one for name, one in spelled.items() if one is not None}}
-        if inputs is not None:
-            given = with_prompt(given, inputs, subject.core.source or "input_ids")
         if custom_generate is not None:
             of_loop = names_of(require_loop(custom_generate))
             given["custom_generate"] = partial(custom_generate, self)
         arguments = sort("rectangle", subject, given, of_loop)
+        if inputs is not None:
+            name = subject.core.source or "input_ids"
+            prompt = with_prompt(arguments.prompt, inputs, name)
+            arguments = replace(arguments, prompt=prompt)
         if arguments.speech is not None:
             return transcribe(subject, arguments)
         return generate(subject, arguments)

@@ -79,7 +79,7 @@ def prefill(
         raise RequestError("a prefix is made from what is fed", got="past_key_values", do=do)
     asked = Arguments(objects=Objects(prefix=prefix, adapter_names=adapter_names))
     options = read_options(model, asked, tokenizer)
-    read = read_inputs(model, given, options)
+    read = read_inputs(model, given, options.ends, options.prefix)
     if options.prefix is not None:
         require_fitting(options.prefix, model, read, options)
         read = after_prefix(options.prefix, model, read)

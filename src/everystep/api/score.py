@@ -27,7 +27,7 @@ from everystep.requests.door import Arguments, Objects
 from everystep.requests.inputs import EncoderSource
 from everystep.requests.options import Options, adapters_of
 from everystep.requests.prompts import PromptLike, TokenizerLike, is_messages, listed, read_prompt
-from everystep.requests.reading import read_options, require_count
+from everystep.requests.reading import read_count, read_options
 from everystep.requests.rectangles import read_inputs
 from everystep.shown import progress_bar, table
 from everystep.stops.ends import MaxLength
@@ -142,7 +142,7 @@ def score(
     rows = list(many)
     before = _each_after(after, len(rows))
     window, stride = _sizes(model, window, stride)
-    require_count("best", best, model.vocab_size)
+    read_count("best", best, model.vocab_size)
     asked = Arguments(objects=Objects(adapter_names=adapter_names))
     options = read_options(model, asked, tokenizer)
     (adapters,) = adapters_of(adapter_names, 1)
@@ -198,7 +198,7 @@ def _read(
         raise RequestError("what is scored is a text or ids", got=type(text).__name__, do=do)
     if after is not None:
         given = read_prompt(model, tokenizer, after, starts_answer=True)
-        inputs = read_inputs(model, given, options)
+        inputs = read_inputs(model, given, options.ends)
         (own,) = inputs.prompts
         if own.ids is None or own.brings:
             do = "Give what stands before a text as a text, messages or ids"

@@ -139,7 +139,8 @@ class Reply:
     def cut(self, group: Group) -> tuple[str, ...]:
         """Return what to tell a caller who set no length and shall not take a cut text for a whole
         one."""
-        return cut_by_default(self.options, (done.reason for done in group.done))
+        options, reasons = self.options, (done.reason for done in group.done)
+        return cut_by_default(options.effective, options.steering.criteria, reasons)
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of these ids, empty without a tokenizer."""

@@ -65,7 +65,7 @@ def _healed_row(model: Subject, ids: list[int], vocabulary: dict[str, int], pad:
     asked = Arguments({"token_healing": False}, Objects(generation_config=config))
     given = PromptValues(input_ids=start, attention_mask=torch.ones_like(start))
     options = read_options(model, asked, None)
-    (request,) = prepare(model, options, read_inputs(model, given, options)).requests
+    (request,) = prepare(model, options, read_inputs(model, given, options.ends)).requests
     (group,) = finished(Driver(Engine(model.executor(request.needs), Lockstep())), (request,))
     return [*ids[:-1], *results_of(group)[0].tokens.tolist()]
 

@@ -78,14 +78,14 @@ def read_call(model: Subject, given: Arguments) -> tuple[Options, Inputs, Cache 
     prompt = given.prompt
     options = read_options(model, given, given.beside.tokenizer)
     if options.recording is not NO_RECORDING:
-        require_output_object(options)
+        require_output_object(options.recording, options.effective)
     past = seen = None
     if prompt.past_key_values is not None:
         past = read_cache(prompt.past_key_values, options.effective, model)
         if not model.is_encoder_decoder:
             prompt, seen = hide_past(prompt, past)
     held = NOTHING_HELD if past is None else Held.by(past, seen)
-    inputs = read_inputs(model, prompt, options, held)
+    inputs = read_inputs(model, prompt, options.ends, options.prefix, held)
     if seen is not None:
         inputs = with_seen(inputs, seen)
     if (prompt.negative_prompt_ids, prompt.negative_prompt_attention_mask) != (None, None):
@@ -153,16 +153,18 @@ def _run(model: Subject, call: Call, delivery: Delivery | None, passed: object) 
     with freed(driver, box), opened:
         timings = _loop(driver, box, delivery, cached=cached)
     reasons = [done.reason for group in groups for done in group.done]
-    for notice in cut_by_default(call.options, reasons):
+    for notice in cut_by_default(e, call.options.steering.criteria, reasons):
         warnings.warn(notice, stacklevel=4)
     # What callers get they may change in place and learn from, as tensors of inference mode forbid.
     with ordinary_mode(), torch.no_grad():
         own = fill_cache(call.cache, call.inputs, groups)
         past = None if own is None else model.core.returned_cache(own, passed)
         finished = [done for group in groups for done in results_of(group)]
+        returns, fill = call.strategy.returns, call.options.ends.fill
+        sequences = _sequences(prompts, returns, fill, finished, model.device)
         if not e.return_dict_in_generate:
-            return _sequences(call, finished, model.device)
-        out = _output(call, groups, finished, collector, model.device)
+            return sequences
+        out = _output(call, sequences, groups, finished, collector)
     out.past_key_values = past
     if own is not None and call.options.recording.legacy_cache:
         out.past_key_values = own.to_legacy_cache()
@@ -215,10 +217,14 @@ def _loop(
 # --- what callers expect --------------------------------------------------------------------------
 
 
-def _sequences(call: Call, finished: list[Finished], device: torch.device) -> Tensor:
-    """(B * returns, length) int64: pads, prompt, new tokens, then pad ids up to the longest."""
-    width, fill = call.inputs.width, call.options.ends.fill
-    prompts = call.inputs.table(fill).repeat(call.strategy.returns, axis=0)
+def _sequences(
+    prompts: np.ndarray, returns: int, fill: int, finished: list[Finished], device: torch.device
+) -> Tensor:
+    """Return (B * returns, length) int64: pads, prompt, new tokens, then `fill` up to the longest.
+
+    `prompts`: (B, width) the ids of the prompts, padded.
+    """
+    width, prompts = prompts.shape[1], prompts.repeat(returns, axis=0)
     longest = max(len(done.tokens) for done in finished)
     table = np.pad(prompts, ((0, 0), (0, longest)), constant_values=fill)
     for row, done in zip(table, finished, strict=True):
@@ -228,19 +234,19 @@ def _sequences(call: Call, finished: list[Finished], device: torch.device) -> Te
 
 def _output(
     call: Call,
+    sequences: Tensor,
     groups: list[Group],
     finished: list[Finished],
     collector: Collector,
-    device: torch.device,
 ) -> Any:
-    """The output object of transformers for this kind of model and strategy, with our extras."""
+    """Return transformers' output object for this kind of model and strategy, with our extras."""
     e, inputs, tokenizer = call.options.effective, call.inputs, call.options.tokenizer
     beams = not call.strategy.streams  # then it keeps paths of beams
     # Rows that have ended wait for the last one, which may catch up on them with drafts.
     steps = slice(None if beams else max(len(done.tokens) for done in finished))
     pads = np.repeat(np.array(inputs.margins), call.kept_rows)
     fields: dict[str, Any] = {
-        "sequences": _sequences(call, finished, device),
+        "sequences": sequences,
         "scores": collector.score_steps()[steps] if e.output_scores else None,
         "logits": collector.logit_steps()[steps] if e.output_logits else None,
     }
@@ -251,9 +257,9 @@ def _output(
         empty = np.repeat(empty, call.kept_rows)
         attentions = collector.attention_steps(empty, inputs.lead)[steps]
     if beams:
-        fields["beam_indices"] = _beam_indices(finished).to(device)
+        fields["beam_indices"] = _beam_indices(finished).to(sequences.device)
         scores = torch.tensor([done.score for done in finished], dtype=torch.float32)
-        fields["sequences_scores"] = scores.to(device) if e.output_scores else None
+        fields["sequences_scores"] = scores.to(sequences.device) if e.output_scores else None
     fields["finish_reasons"] = [done.reason for done in finished]
     fields["new_tokens"] = new = [done.tokens.tolist() for done in finished]
     if tokenizer is not None:

@@ -41,6 +41,7 @@ from everystep.requests.strategies import strategy_of
 from everystep.requests.subject import Subject
 from everystep.stops.ends import moment
 from everystep.types import Event, Group, Request
+from everystep.types.request import Strategy
 
 OptionsLike = Mapping[str, Any] | GenerationConfig
 
@@ -116,9 +117,9 @@ class Session:
         options = read_options(self._model, asked, self.tokenizer)
         if options.effective.caller:
             refuse_rectangular(options.effective, in_steps=self._gives_steps)
-        strategy_of(options, 1)  # which raises if none does what is asked for
+        _strategy(options)  # which raises if none does what is asked for
         if not self._gives_events and options.recording is not NO_RECORDING:
-            require_output_object(options)
+            require_output_object(options.recording, options.effective)
         seed, beside = options.seed, asked.beside
         if seed is None and beside is NOTHING_BESIDE:
             return options
@@ -199,7 +200,8 @@ class Session:
         return self._call(passed, options, index)
 
     def _call(self, passed: PromptValues, options: Options, number: int) -> Call:
-        inputs: Inputs = replace(read_inputs(self._model, passed, options), number=number)
+        read = read_inputs(self._model, passed, options.ends, options.prefix)
+        inputs: Inputs = replace(read, number=number)
         _require_one(inputs)
         before = 0 if options.prefix is None else len(options.prefix)
         require_unfilled(before + inputs.prompt_width, self._model.context)
@@ -322,9 +324,14 @@ def _require_alike(model: Subject, first: Options, other: Options, whose: str) -
         raise RequestError(f"{names} differ from those of {whose}", do="Give all prompts the same")
 
 
+def _strategy(options: Options) -> Strategy:
+    """Return what chooses a prompt's tokens, however long it is."""
+    return strategy_of(options.effective, options.choosing, len(options.ends.eos), most=1)
+
+
 def _rows_of(options: Options) -> int:
     """How many rows a prompt takes, however long it is."""
-    return strategy_of(options, 1).width * (2 if options.effective.guidance_scale else 1)
+    return _strategy(options).width * (2 if options.effective.guidance_scale else 1)
 
 
 def _require_one(inputs: Inputs) -> None:

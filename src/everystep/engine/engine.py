@@ -288,7 +288,9 @@ class Engine:
     def _late(self) -> list[Group]:
         """Return the groups whose deadline has passed, waiting ones too; the clock is read once."""
         groups = [one for one in self.scheduler.groups if one.request.deadline is not None]
-        now = self.guests.host.clock() if groups else 0.0
+        if not groups:
+            return groups
+        now = self.guests.host.clock()
         return [
             group
             for group in groups

@@ -98,6 +98,7 @@ class Added:
 
 
 _NOTHING: Final = Added()
+_NONE: Final = ((),) * len(Feed._fields)
 
 
 @dataclass(slots=True)
@@ -139,7 +140,7 @@ class Feeds:
     @property
     def drafted(self) -> int:
         """The number of drafted ids."""
-        return sum([len(one.draft) for one in self.added.values()])
+        return sum([len(one.draft) for one in self.added.values()]) if self.added else 0
 
     @property
     def chunks(self) -> int:
@@ -164,7 +165,7 @@ class Feeds:
         if unit.row is None:
             unit.row = self.ledger.allocate(prompt)
         start, feed = unit.cached, len(self.made)
-        given = self.added_to(source).given if unit is source else ()
+        given = self.added_to(source).given if self.added and unit is source else ()
         reads = unit is source and source.request.strategy.reads.hidden
         if reads and start + count > columns_of(source).length:
             self.hidden.append((source, feed, start))
@@ -236,18 +237,19 @@ class Feeds:
     def work(self) -> Work:
         """The finished work, with the changes of rows that the ledger has noted."""
         verbs, encoders, pasts = self.ledger.drain()
-        made = self.made
+        columns = zip(*self.made, strict=True) if self.made else _NONE
+        rows, starts, counts, logits, best, tokens, extras = columns
         return Work(
             verbs=verbs,
-            rows=np.array([one.row for one in made], dtype=np.int64),
-            starts=np.array([one.start for one in made], dtype=np.int64),
-            counts=np.array([one.positions for one in made], dtype=np.int64),
-            logits=np.array([one.logits for one in made], dtype=np.int64),
-            tokens=np.concatenate([one.tokens for one in made]) if made else NO_IDS,
-            extras={f: one.extra for f, one in enumerate(made) if one.extra is not None},
+            rows=np.array(rows, dtype=np.int64),
+            starts=np.array(starts, dtype=np.int64),
+            counts=np.array(counts, dtype=np.int64),
+            logits=np.array(logits, dtype=np.int64),
+            tokens=np.concatenate(tokens) if tokens else NO_IDS,
+            extras={f: extra for f, extra in enumerate(extras) if extra is not None},
             encoders=encoders,
             pasts=pasts,
-            best=np.array([one.best for one in made], np.int64) if self.wanted_best else None,
+            best=np.array(best, dtype=np.int64) if self.wanted_best else None,
             totals="log_probs" in [one.request.strategy.reads.scores for one in self.ready],
         )
 
@@ -325,7 +327,9 @@ def _feed_whole(group: Group, feeds: Feeds) -> None:
 
 
 def write_draft(sequence: Sequence, feeds: Feeds) -> np.ndarray:
-    """The draft of a sequence, which now stands on its line, after its own ids."""
+    """Return the draft of a sequence, which now stands on its line, after its own ids."""
+    if not feeds.added:
+        return NO_IDS
     draft = feeds.added_to(sequence).draft
     if len(draft):
         end = sequence.visible + len(draft)

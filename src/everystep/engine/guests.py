@@ -67,7 +67,10 @@ class GuestKind:
 
 @dataclass(slots=True, eq=False)
 class Guests:
-    """The guests of an engine, at most one of each kind, asked in the order of the kinds."""
+    """The guests of an engine, at most one of each kind, asked in the order of the kinds.
+
+    `present`: those that a request has needed, in that order.
+    """
 
     host: Host
     kinds: tuple[GuestKind, ...]
@@ -79,13 +82,14 @@ class Guests:
             if kind.is_needed(request):
                 guest = self.present.get(kind) or kind.make(self.host)
                 guest.open(request)
-                self.present[kind] = guest
+                if kind not in self.present:
+                    present = {**self.present, kind: guest}
+                    self.present = {one: present[one] for one in self.kinds if one in present}
 
     def before(self, grants: list[Grant], feeds: Feeds, groups: list[Group]) -> Failed:
         """Add to the feeds of this step; no further guest is asked where one fails for a group."""
-        for kind in self.kinds:
-            guest = self.present.get(kind)
-            if guest is not None and (failed := guest.before(grants, feeds, groups)):
+        for guest in self.present.values():
+            if failed := guest.before(grants, feeds, groups):
                 return failed
         return []
 

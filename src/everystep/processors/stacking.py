@@ -94,8 +94,9 @@ def stacked(instances: Sequence[P]) -> P:
 
 
 def varies(processor: object) -> bool:
-    """Return whether it has an argument per row."""
-    return bool(_several(processor))
+    """Return True for a processor that has an argument per row."""
+    may = getattr(processor, "per_row", ())
+    return any(isinstance(getattr(processor, one.name), tuple) for one in may)
 
 
 def at_row(processor: P, row: int, rows: int) -> P:

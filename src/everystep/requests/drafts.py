@@ -19,7 +19,7 @@ from everystep.engine import (
 from everystep.errors import ModelClassError, RequestError, UnsupportedError
 from everystep.models import first_layers
 from everystep.requests.arrays import require
-from everystep.requests.options import Assistant, DraftSources, Options
+from everystep.requests.options import NO_DRAFTING, Assistant, DraftSources, Options
 from everystep.requests.subject import Subject
 from everystep.types import DraftVerification
 from everystep.types.protocols import MATCHING, Schedule
@@ -39,11 +39,26 @@ OF_DRAFTING = frozenset({*_OF_MODELS, *_OF_DRAFTS})
 """Fields that say how drafts are made."""
 
 
-def read_assistant(value: Any, tokenizer: object) -> Assistant | None:
-    """Return the second model of a call, of this library or of another.
+def read_sources(model: object, tokenizer: object, corpus: object) -> DraftSources:
+    """Return who drafts: `assistant_model` with its tokenizer, or texts to copy from.
 
-    ModelClassError, UnsupportedError: it is no model that can draft.
+    ModelClassError, UnsupportedError: it is no model that can draft. RequestError: `corpus` is of
+    another kind.
     """
+    if model is None and tokenizer is None and corpus is None:
+        return NO_DRAFTING
+    if corpus is not None and not isinstance(corpus, Corpus):
+        raise RequestError(
+            "draft_corpus is of another kind",
+            wanted="an everystep.Corpus",
+            got=type(corpus).__name__,
+            do="Pass everystep.Corpus(texts, tokenizer)",
+        )
+    return DraftSources(_assistant(model, tokenizer), corpus)
+
+
+def _assistant(value: Any, tokenizer: object) -> Assistant | None:
+    """Return the second model of a call, of this library or of another."""
     if value is None:
         if tokenizer is not None:
             what, do = "assistant_tokenizer is that of an assistant_model", "Pass both, or neither"
@@ -70,18 +85,6 @@ def read_assistant(value: Any, tokenizer: object) -> Assistant | None:
         )
     require("assistant_tokenizer", tokenizer, "encode", "decode", "get_vocab")
     return Assistant(model, settings, tokenizer=tokenizer)
-
-
-def read_corpus(value: object) -> Corpus | None:
-    """Return the texts to copy drafts from, if any; RequestError for what is none."""
-    if value is None or isinstance(value, Corpus):
-        return value
-    raise RequestError(
-        "draft_corpus is of another kind",
-        wanted="an everystep.Corpus",
-        got=type(value).__name__,
-        do="Pass everystep.Corpus(texts, tokenizer)",
-    )
 
 
 def draft_notices(effective: Effective, drafting: DraftSources) -> tuple[str, ...]:

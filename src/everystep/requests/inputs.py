@@ -15,13 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from everystep.errors import RequestError
+from everystep.errors import RequestError, UnsupportedError
 from everystep.nn.network import Heard
 from everystep.requests.arrays import of_row, read_positions
 from everystep.requests.features import Rows
-from everystep.requests.pictures import (
-    Pictures,
-)
+from everystep.requests.pictures import Pictures
 from everystep.types import Prompt
 
 
@@ -129,6 +127,13 @@ def placed(inputs: Inputs, place: Callable[[Tensor], Any], new: int) -> Inputs:
         found = read_positions(place(places), inputs.batch, len(places))
         prompts.append(replace(prompt, positions=of_row(found, row)))
     return replace(inputs, prompts=tuple(prompts))
+
+
+def require_unmasked(source: EncoderSource) -> None:
+    """UnsupportedError where attentions are returned of an encoder that is shown holes."""
+    if any(prompt.mask is not None for prompt in source.prompts):
+        what = "attentions over a prompt with holes in its mask have no place in the rectangle"
+        raise UnsupportedError(what, do="Leave output_attentions out, or remove what is masked")
 
 
 def require_begun(prompts: Sequence[Prompt]) -> None:

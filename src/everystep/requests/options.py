@@ -85,12 +85,17 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The special ids of a call: those that end a sequence, the one that fills rows up, None only
-    where nothing ends a sequence, and a decoder's first, one for all rows or one each."""
+    """The special ids of a call.
+
+    `eos`: those that end a sequence. `pad`: the one that fills rows up, None only where nothing
+    ends a sequence. `starts`: the first of a decoder beside an encoder, one for all rows or one
+    each. `begin`: the one that stands for an empty prompt, if there is one.
+    """
 
     eos: tuple[int, ...] = ()
     pad: int | None = None
     starts: tuple[int, ...] = ()
+    begin: int | None = None
 
     @property
     def fill(self) -> int:

@@ -7,7 +7,7 @@ can be wrong with a call is known when it returns, before any compute.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -33,8 +33,15 @@ from everystep.processors.stacking import varies
 from everystep.requests.caches import continued, new_cache, require_possible, row_quantization
 from everystep.requests.drafts import drafts_of
 from everystep.requests.grammars import allowed_in, forces
-from everystep.requests.inputs import Inputs, placed, require_begun
-from everystep.requests.options import NO_DRAFTING, Assistant, Options, adapters_of, draws_of
+from everystep.requests.inputs import Inputs, placed, require_begun, require_unmasked
+from everystep.requests.options import (
+    NO_DRAFTING,
+    Assistant,
+    Options,
+    Recording,
+    adapters_of,
+    draws_of,
+)
 from everystep.requests.prefixes import after_prefix, refuse_unseen_states, require_fitting
 from everystep.requests.reading import unseen_prompt
 from everystep.requests.readouts import readout_of
@@ -43,7 +50,7 @@ from everystep.requests.subject import Subject
 from everystep.stops.criteria import longest, merge
 from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
-from everystep.strategies import ConstrainedBeam
+from everystep.strategies import BestOf, ConstrainedBeam
 from everystep.text import Spelling
 from everystep.types import Prompt, Request, Wants
 from everystep.types.protocols import MATCHING, Processor, Readout
@@ -64,8 +71,10 @@ _BOOKS = 2048
 class Call:
     """The options in force, the inputs, and a request per row.
 
-    `runs`: as `prepare` was asked. `cache`: the cache object that is filled with what the rows hold
-    in the end, if one is. `quantization`: how the rows keep what they hold, None for full
+    `runs`: as `prepare` was asked. `strategy`: that of every row; `kept_rows`: how many rows per
+    prompt a caller gets of the scores and layers of a step. `captures`: whether hidden states or
+    attentions are part of the result. `cache`: the cache object that is filled with what the rows
+    hold in the end, if one is. `quantization`: how the rows keep what they hold, None for full
     precision. `heard`: (B,) what the encoder showed of each row, where that is asked for.
     """
 
@@ -73,26 +82,12 @@ class Call:
     inputs: Inputs
     requests: tuple[Request, ...]
     runs: Runs
+    strategy: Strategy
+    kept_rows: int
+    captures: bool
     cache: Cache | None = None
     quantization: Quantization | None = None
     heard: tuple[Heard, ...] = ()
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy of every row."""
-        return self.requests[0].strategy
-
-    @property
-    def captures(self) -> bool:
-        """True where hidden states or attentions are part of the result."""
-        e = self.options.effective
-        asked = e.output_hidden_states or e.output_attentions
-        return bool(e.return_dict_in_generate and asked)
-
-    @property
-    def kept_rows(self) -> int:
-        """Rows per prompt in the scores and layers of a step that callers get."""
-        return kept_rows(self.strategy)
 
 
 def prepare(
@@ -108,43 +103,75 @@ def prepare(
     `runs`: whether the rows come and go ("continuous"), are one rectangle and take their steps
     together ("lockstep"), or a loop of the caller's decodes such a rectangle ("loop").
     """
-    if options.prefix is not None:
-        require_fitting(options.prefix, subject, inputs, options)
-        inputs = after_prefix(options.prefix, subject, inputs)
-    if options.effective.token_healing:
+    fields, steering, prefix = options.effective, options.steering, options.prefix
+    ends, criteria = options.ends, steering.criteria
+    if prefix is not None:
+        require_fitting(prefix, subject, inputs, options)
+        inputs = after_prefix(prefix, subject, inputs)
+    if fields.token_healing:
         require_healable(inputs, options.tokenizer)
-    steering, choosing = options.steering, options.choosing
-    new = _most_new(options.effective, inputs, subject.context, steering.allowed)
-    fields = _settled(options.effective, options.ends.pad, inputs, new, subject.context)
+    returned = bool(fields.return_dict_in_generate)
+    if returned and fields.output_attentions and inputs.source is not None:
+        require_unmasked(inputs.source)
+    new = _most_new(fields, inputs, subject.context, steering.allowed)
+    fields = _settled(fields, ends.pad, inputs, new, subject.context)
     options = replace(options, effective=fields)
     reach = inputs.width + new
-    if steering.criteria is not None:
-        reach = max(reach, longest(steering.criteria))
-    strategy = strategy_of(options, reach - inputs.width)
+    if criteria is not None:
+        reach = max(reach, longest(criteria))
+    strategy = strategy_of(fields, options.choosing, len(ends.eos), reach - inputs.width)
     if isinstance(strategy, ConstrainedBeam):
         require_known_words(strategy.constraints, subject.vocab_size)
-    drafter, verification, drafting = None, MATCHING, options.drafting
+    hidden = strategy.reads.hidden and runs != "loop"
+    if prefix is not None and hidden:
+        refuse_unseen_states()
+    drafter, verification = None, MATCHING
     by_field = fields.prompt_lookup_num_tokens or fields.assistant_early_exit
-    if drafting is not NO_DRAFTING or by_field:
+    if options.drafting is not NO_DRAFTING or by_field:
         drafter, verification = drafts_of(subject, options, strategy)
     _require_places(subject.core.network.most_positions, drafter, inputs, new)
-    drafts = drafter is not None
-    inputs, cache = _cached(subject, options, inputs, past, runs, strategy, new, drafts)
-    how = None
+    drafts, how = drafter is not None, None
+    if past is None:
+        cache = _new_cache(subject, fields, inputs, runs, new, drafts=drafts)
+    else:
+        cache = past
+        heals, known = bool(fields.token_healing), options.recording.prompt_logprobs is not None
+        positions = inputs.total_width + new - 1
+        require_possible(past, positions, drafts=drafts, heals=heals, prompt_logprobs=known)
+        inputs = continued(inputs, past, strategy.width, hidden=hidden)
     if past is not None or fields.cache_implementation is not None:
         how = row_quantization(fields, subject, past)
-    stops = _stops(options, inputs.width + new)
+    if inputs.place is not None:
+        inputs = placed(inputs, inputs.place, new)
+    if past is not None or prefix is not None:
+        require_begun(inputs.prompts)
+    stops = _stops(fields, ends.eos, options.tokenizer, criteria, inputs.width + new)
     free = steering.grammar is not None and not steering.watches and strategy.reads.alone
     if free and runs != "loop" and forces(subject):
         drafter = ForcedTokens(drafter)
     processors = _processors(subject, options, inputs, new, strategy)
-    lingers = runs == "lockstep" and _linger(options, cache, processors, stops)
-    alike = kept_rows(strategy) == strategy.width and (inputs.batch == 1 or drafter is None)
-    wants = _wants(options, inputs, cached=cache is not None, history=alike and lingers)
+    # Rows of a rectangle stay until the last has ended where the result has them all, or where the
+    # caller's own code counts on them.
+    shown = returned and any(fields[name] for name in _OF_ROWS)
+    stay = cache is not None or shown or _counts_on_rows(processors, stops)
+    lingers, kept = runs == "lockstep" and stay, kept_rows(strategy)
+    alike = kept == strategy.width and (inputs.batch == 1 or drafter is None)
+    best_of = options.choosing.best_of
+    wants = _wants(fields, options.recording, best_of, inputs, cached=cache is not None)
+    # Criteria may read scores where all rows take the same steps and stay: drafts of several are
+    # not accepted alike, and of candidates it is known a step later which row they came from.
+    if alike and lingers and criteria and returned and fields.output_scores:
+        wants = replace(wants, history=True)
     readout: Readout | None = None
-    companions: tuple[tuple[Prompt, ...], ...] = ((),) * inputs.batch
-    if fields.guidance_scale is not None or fields.dola_layers or choosing.contrast is not None:
-        readout, companions = readout_of(subject, fields, choosing.contrast, steering, inputs)
+    companions: Sequence[tuple[Prompt, ...]] = ((),) * inputs.batch
+    contrast = options.choosing.contrast
+    if fields.guidance_scale is not None or fields.dola_layers or contrast is not None:
+        readout, companions = readout_of(subject, fields, contrast, steering, inputs)
+    adapters: Sequence[tuple[tuple[str, float], ...]] = ((),) * inputs.batch
+    if options.adapter_names is not None:
+        adapters = adapters_of(options.adapter_names, inputs.batch)
+    together, fill = runs != "continuous", ends.fill
+    require_rows_fit(subject, inputs, strategy.width, together=together, coded=how is not None)
     made = partial(
         Request,
         strategy=strategy,
@@ -157,29 +184,11 @@ def prepare(
         salt=options.salt,
         hooks=steering.hooks,
         deadline=options.deadline,
+        # A row that has ended is fed with it, so it must be a token.
+        pad_token=fill if 0 <= fill < subject.vocab_size else 0,
     )
-    together = runs != "continuous"
-    require_rows_fit(subject, inputs, strategy.width, together=together, coded=how is not None)
-    rows = _requests(made, subject.vocab_size, options, inputs, reach, processors, companions)
-    return Call(options, inputs, rows, runs, cache, how)
-
-
-def _requests(
-    made: Callable[..., Request],
-    vocabulary: int,
-    options: Options,
-    inputs: Inputs,
-    reach: int,
-    processors: Sequence[tuple[Processor, ...]],
-    companions: Sequence[tuple[Prompt, ...]],
-) -> tuple[Request, ...]:
-    """Return the request of each row, `made` with what differs from row to row."""
-    draws = draws_of(options.seed, inputs.number, inputs.batch)
-    adapters: tuple[tuple[tuple[str, float], ...], ...] = ((),) * inputs.batch
-    if options.adapter_names is not None:
-        adapters = adapters_of(options.adapter_names, inputs.batch)
-    pads, fill = inputs.pads, options.ends.fill
-    return tuple(
+    draws, pads = draws_of(options.seed, inputs.number, inputs.batch), inputs.pads
+    requests = tuple(
         made(
             request_id=str(inputs.number + row),
             prompt=prompt,
@@ -188,67 +197,31 @@ def _requests(
             companions=companions[row],
             max_length=reach - pads[row] + prompt.hidden,
             pad_prefix=pads[row],
-            # A row that has ended is fed with it, so it must be a token.
-            pad_token=fill if 0 <= fill < vocabulary else 0,
             prefix_token=inputs.fills[row] if inputs.fills else None,
             adapters=adapters[row],
         )
         for row, prompt in enumerate(inputs.prompts)
     )
+    captures = returned and bool(fields.output_hidden_states or fields.output_attentions)
+    return Call(options, inputs, requests, runs, strategy, kept, captures, cache, how)
 
 
-def _linger(
-    options: Options,
-    cache: Cache | None,
-    processors: Sequence[tuple[Processor, ...]],
-    stops: Sequence[Stop],
-) -> bool:
-    """Return True where rows of a rectangle stay until the last has ended: the result has them all,
-    or the caller's own processors or criteria count on them.
+def _new_cache(
+    subject: Subject, e: Effective, inputs: Inputs, runs: Runs, new: int, *, drafts: bool
+) -> Cache | None:
+    """Return the cache object that the call fills, if it returns one; refuse one that cannot be."""
+    returned = runs == "loop" or (runs == "lockstep" and bool(e.return_dict_in_generate))
+    if not returned and (runs != "lockstep" or e.cache_implementation is None):
+        return None
+    cache = new_cache(e, inputs, subject, inputs.total_width + new - 1, drafts=drafts)
+    return cache if returned else None
 
-    Ours look at each row by itself, also those that a caller has made.
-    """
-    fields, steering = options.effective, options.steering
-    if cache is not None or (
-        fields.return_dict_in_generate and any(fields[name] for name in _OF_ROWS)
-    ):
-        return True
-    if not steering.processors and steering.criteria is None:
-        return False
+
+def _counts_on_rows(processors: Sequence[tuple[Processor, ...]], stops: Sequence[Stop]) -> bool:
+    """Return True where processors or criteria of the caller's need all rows of the rectangle; ours
+    look at each row by itself, also those that a caller has made."""
     own = (one for each in processors for one in each if isinstance(one, UserProcessor))
-    criteria = any(isinstance(one, UserStop) for one in stops)
-    return criteria or not all(one.takes_rows for one in own)
-
-
-def _cached(
-    subject: Subject,
-    options: Options,
-    inputs: Inputs,
-    past: Cache | None,
-    runs: Runs,
-    strategy: Strategy,
-    new: int,
-    drafts: bool,
-) -> tuple[Inputs, Cache | None]:
-    """Return the inputs after what is cached, at their positions, and the cache object that is
-    filled."""
-    hidden = strategy.reads.hidden and runs != "loop"
-    if options.prefix is not None and hidden:
-        refuse_unseen_states()
-    cache, positions, fields = past, inputs.total_width + new - 1, options.effective
-    if past is not None:
-        heals, known = bool(fields.token_healing), options.recording.prompt_logprobs is not None
-        require_possible(past, positions, drafts=drafts, heals=heals, prompt_logprobs=known)
-        inputs = continued(inputs, past, strategy.width, hidden=hidden)
-    elif runs == "loop" or (runs == "lockstep" and fields.return_dict_in_generate):
-        cache = new_cache(fields, inputs, subject, positions, drafts=drafts)
-    elif runs == "lockstep" and fields.cache_implementation is not None:
-        new_cache(fields, inputs, subject, positions, drafts=drafts)  # which refuses what cannot be
-    if inputs.place is not None:
-        inputs = placed(inputs, inputs.place, new)
-    if past is not None or options.prefix is not None:
-        require_begun(inputs.prompts)
-    return inputs, cache
+    return any(isinstance(one, UserStop) for one in stops) or not all(one.takes_rows for one in own)
 
 
 def _most_new(
@@ -356,10 +329,10 @@ def _check_least(e: Effective, most: str, prompt: int, new: int) -> None:
     warn(text, UserWarning, stacklevel=6)
 
 
-def _stops(options: Options, visible: int) -> tuple[Stop, ...]:
+def _stops(
+    e: Effective, eos: tuple[int, ...], tokenizer: object, criteria: object, visible: int
+) -> tuple[Stop, ...]:
     """Return every reason to end a sequence, the caller's own criteria included."""
-    e, tokenizer, eos = options.effective, options.tokenizer, options.ends.eos
-    criteria = options.steering.criteria
     stops: list[Stop] = [MaxLength(visible)]
     if e.max_time is not None:
         stops.append(MaxTime.after(float(e.max_time)))
@@ -377,16 +350,11 @@ def _stops(options: Options, visible: int) -> tuple[Stop, ...]:
     return tuple(stops) if criteria is None else merge(stops, criteria)
 
 
-def _wants(options: Options, inputs: Inputs, *, cached: bool, history: bool) -> Wants:
-    """Return what is recorded only because the caller asked for it.
-
-    `history`: criteria may read scores, since all rows take the same steps and stay. Drafts of
-    several are not accepted alike, and of candidates it is known a step later which row they came
-    from.
-    """
-    fields = options.effective
-    returned, watched = bool(fields.return_dict_in_generate), bool(options.steering.criteria)
-    recording, best_of = options.recording, options.choosing.best_of
+def _wants(
+    e: Effective, recording: Recording, best_of: BestOf | None, inputs: Inputs, *, cached: bool
+) -> Wants:
+    """Return what is recorded only because the caller asked for it."""
+    returned = bool(e.return_dict_in_generate)
     if recording.prompt_logprobs is not None and inputs.embeds_width:
         raise RequestError(
             "prompt_logprobs needs to know what the prompt says",
@@ -396,12 +364,11 @@ def _wants(options: Options, inputs: Inputs, *, cached: bool, history: bool) -> 
         )
     judged = best_of is not None and best_of.by == "likelihood"
     return Wants(
-        layers=returned and bool(fields.output_hidden_states),
-        attentions=returned and bool(fields.output_attentions),
+        layers=returned and bool(e.output_hidden_states),
+        attentions=returned and bool(e.output_attentions),
         logprobs=0 if judged and recording.logprobs is None else recording.logprobs,
         prompt_logprobs=recording.prompt_logprobs,
         cache=cached,
-        history=history and watched and returned and bool(fields.output_scores),
     )
 
 

@@ -11,14 +11,13 @@ from everystep.errors import RequestError, shown
 from everystep.processors.grammars.source import KINDS
 from everystep.requests.absent import REFUSED_FIELDS, refuse_fields
 from everystep.requests.arrays import read_adapters, read_functions, read_hooks, read_text, require
-from everystep.requests.door import NO_OBJECTS, Arguments, Beside, Objects
-from everystep.requests.drafts import OF_DRAFTING, draft_notices, read_assistant, read_corpus
+from everystep.requests.door import NO_OBJECTS, Arguments, Objects
+from everystep.requests.drafts import OF_DRAFTING, draft_notices, read_sources
 from everystep.requests.grammars import read_allowed, read_grammar
 from everystep.requests.options import (
     BY_FIELDS,
     NO_DRAFTING,
     Choosing,
-    DraftSources,
     Ends,
     Options,
     Recording,
@@ -26,7 +25,13 @@ from everystep.requests.options import (
 )
 from everystep.requests.prefixes import read_prefix
 from everystep.requests.readouts import read_contrast
-from everystep.requests.strategies import read_best_of, read_n_best, read_strategy, refuse_beside
+from everystep.requests.strategies import (
+    read_best_of,
+    read_n_best,
+    read_strategy,
+    refuse_beside,
+    require_groups,
+)
 from everystep.requests.subject import Subject
 from everystep.stops.criteria import MaxLengthCriteria
 from everystep.types import FinishReason
@@ -49,7 +54,8 @@ def read_options(subject: Subject, given: Arguments, tokenizer: object) -> Optio
     if (fields.pad_token_id or 0) >= size and "pad_token_id" in fields.caller:
         notices = (*notices, _BEYOND.format(fields.pad_token_id, size))
     if objects is not NO_OBJECTS:
-        drafting = _read_drafting(objects)
+        helper, helps = objects.assistant_model, objects.assistant_tokenizer
+        drafting = read_sources(helper, helps, objects.draft_corpus)
     if not fields.caller.isdisjoint(OF_DRAFTING):
         notices = (*notices, *draft_notices(fields, drafting))
     options = Options(
@@ -62,31 +68,32 @@ def read_options(subject: Subject, given: Arguments, tokenizer: object) -> Optio
     if objects is not NO_OBJECTS:
         options = replace(
             options,
-            steering=_read_steering(objects, tokenizer, ends, size),
+            steering=_read_steering(objects, fields, tokenizer, ends, size),
             choosing=_read_choosing(subject, objects, fields, tokenizer),
-            recording=_read_recording(objects, beside, size),
+            recording=Recording(
+                read_count("logprobs", objects.logprobs, size),
+                read_count("prompt_logprobs", objects.prompt_logprobs, size),
+                bool(beside.return_legacy_cache),
+            ),
             prefix=read_prefix(objects.prefix),
             adapter_names=read_adapters(objects.adapter_names, subject.adapters),
         )
     elif beside.return_legacy_cache:
-        options = replace(options, recording=_read_recording(objects, beside, size))
+        options = replace(options, recording=Recording(legacy_cache=True))
     if beside.cache_salt is not None:
         options = replace(options, salt=read_text("cache_salt", beside.cache_salt))
     return options
 
 
-def _read_drafting(objects: Objects) -> DraftSources:
-    model, tokenizer = objects.assistant_model, objects.assistant_tokenizer
-    if model is None and tokenizer is None and objects.draft_corpus is None:
-        return NO_DRAFTING
-    return DraftSources(read_assistant(model, tokenizer), read_corpus(objects.draft_corpus))
-
-
-def _read_steering(objects: Objects, tokenizer: object, ends: Ends, vocabulary: int) -> Steering:
+def _read_steering(
+    objects: Objects, fields: Effective, tokenizer: object, ends: Ends, vocabulary: int
+) -> Steering:
     asked = {kind: getattr(objects, kind) for kind in KINDS}
     prefix_allowed = objects.prefix_allowed_tokens_fn
+    processors = read_functions("logits_processor", objects.logits_processor)
+    require_groups(processors, int(fields.num_beam_groups or 1))
     return Steering(
-        read_functions("logits_processor", objects.logits_processor),
+        processors,
         objects.stopping_criteria,
         require("prefix_allowed_tokens_fn", prefix_allowed, "__call__"),
         read_allowed(objects.allowed_sequences, tokenizer),
@@ -111,27 +118,15 @@ def _read_choosing(
     return Choosing(strategy, best_of, n_best, contrast)
 
 
-def _read_recording(objects: Objects, beside: Beside, vocabulary: int) -> Recording:
-    known, of_prompt = objects.logprobs, objects.prompt_logprobs
-    return Recording(
-        None if known is None else require_count("logprobs", known, vocabulary),
-        None if of_prompt is None else require_count("prompt_logprobs", of_prompt, vocabulary),
-        bool(beside.return_legacy_cache),
-    )
-
-
-def require_output_object(options: Options) -> None:
-    """Log-probabilities and tuples have their place in the output object, so there must be one."""
-    e = options.effective
-    if options.recording.legacy_cache and not (
-        e.return_dict_in_generate and e.use_cache is not False
-    ):
+def require_output_object(recording: Recording, e: Effective) -> None:
+    """Refuse log-probabilities and tuples where there is no output object, in which they have their
+    place."""
+    if recording.legacy_cache and not (e.return_dict_in_generate and e.use_cache is not False):
         raise RequestError(
             "return_legacy_cache is about the cache of the output object",
             wanted="return_dict_in_generate=True with it, and use_cache",
             do="Set it, or leave return_legacy_cache out",
         )
-    recording = options.recording
     asked = recording.logprobs is not None or recording.prompt_logprobs is not None
     if asked and not e.return_dict_in_generate:
         raise RequestError(
@@ -141,12 +136,13 @@ def require_output_object(options: Options) -> None:
         )
 
 
-def cut_by_default(options: Options, reasons: Iterable[FinishReason]) -> tuple[str, ...]:
-    """What to tell a caller, none of whose settings says how long an answer may be, where one of
-    these ends was that length."""
-    e, criteria = options.effective, options.steering.criteria or ()
+def cut_by_default(
+    e: Effective, criteria: Iterable[object] | None, reasons: Iterable[FinishReason]
+) -> tuple[str, ...]:
+    """Return what to tell a caller where one of these ends was the default length, since no setting
+    says how long an answer may be."""
     named = e.max_new_tokens is not None or e.source("max_length") != "default"
-    named = named or any(isinstance(one, MaxLengthCriteria) for one in criteria)
+    named = named or any(isinstance(one, MaxLengthCriteria) for one in criteria or ())
     if named or all(reason.kind != "length" for reason in reasons):
         return ()
     return (
@@ -156,7 +152,7 @@ def cut_by_default(options: Options, reasons: Iterable[FinishReason]) -> tuple[s
 
 
 def unseen_prompt(effective: Effective) -> tuple[str, ...]:
-    """What to tell a caller whose settings look at ids, where the prompt has none."""
+    """Return what to tell a caller whose settings look at ids, where the prompt has none."""
     asked = [name for name in _READ_IDS if name in effective.caller]
     blind = [name for name in asked if effective[name] != FIELDS[name].default]
     if not blind:
@@ -167,8 +163,10 @@ def unseen_prompt(effective: Effective) -> tuple[str, ...]:
     )
 
 
-def require_count(name: str, value: object, vocabulary: int) -> int:
-    """Return the value, a number of tokens of the vocabulary; RequestError for others."""
+def read_count(name: str, value: object, vocabulary: int) -> int | None:
+    """Return the value, a number of tokens of the vocabulary or None; RequestError for others."""
+    if value is None:
+        return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= vocabulary:
         raise RequestError(
             f"{name} is impossible",
@@ -200,7 +198,8 @@ def _special_ids(effective: Effective, vocabulary: int) -> Ends:
     if effective.decoder_start_token_id is None:
         starts = _listed(begin)
     fill = ends[0] if pad is None and ends else pad
-    return Ends(tuple(token for token in ends if 0 <= token < vocabulary), fill, starts)
+    known = tuple(token for token in ends if 0 <= token < vocabulary)
+    return Ends(known, fill, starts, begin)
 
 
 def _listed(value: Any) -> tuple[int, ...]:

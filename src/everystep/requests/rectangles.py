@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from everystep.bridge.core import ForeignModel
-from everystep.errors import InvariantError, RequestError, UnsupportedError
+from everystep.errors import InvariantError, RequestError
 from everystep.models import Model
 from everystep.models.dense import require_within
 from everystep.outputs import encoder_states
@@ -29,7 +29,7 @@ from everystep.requests.arrays import (
 from everystep.requests.door import PromptValues
 from everystep.requests.features import read_values
 from everystep.requests.inputs import EncoderSource, Inputs
-from everystep.requests.options import Ends, Options
+from everystep.requests.options import Ends, Prefix
 from everystep.requests.pictures import (
     NOTHING_HELD,
     Held,
@@ -40,9 +40,6 @@ from everystep.requests.pictures import (
 )
 from everystep.requests.subject import Subject
 from everystep.types import InputSpec, Prompt
-
-Bos = int | None
-"""The id that stands for an empty prompt, if there is one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,8 +90,8 @@ class Passed:
         return prompt if self.place is None else self.place(prompt)
 
 
-def with_prompt(given: Mapping[str, object], prompt: object, name: str) -> dict[str, object]:
-    """Return the keywords of a call with its first argument, the prompt, by `name`.
+def with_prompt(given: PromptValues, prompt: object, name: str) -> PromptValues:
+    """Return the values with a call's first argument, the prompt, by `name`.
 
     RequestError for a mapping, and for a prompt that was given twice.
     """
@@ -105,16 +102,18 @@ def with_prompt(given: Mapping[str, object], prompt: object, name: str) -> dict[
             got=type(prompt).__name__,
             do="Pass its entries: generate(**batch)",
         )
-    if prompt is not None and given.get(name) is not None:
+    ids = name == "input_ids"
+    if (given.input_ids if ids else given.named.get(name)) is not None:
         what = f"the prompt was given twice: as the first argument and as {name}"
         raise RequestError(what, do=f"Pass it once, as {name}")
-    return {**given, name: given.get(name) if prompt is None else prompt}
+    if ids:
+        return replace(given, input_ids=prompt)
+    return replace(given, named={**given.named, name: prompt})
 
 
-def read_passed(subject: Subject, given: PromptValues, ends: Ends, bos: Bos, name: str) -> Passed:
-    """Return what these values say of the rows; errors call the ids by `name`. `bos`: the id that
-    stands for an empty prompt."""
-    ids, embeds, pad = _read_content(subject, given, ends.pad, bos, name)
+def read_passed(subject: Subject, given: PromptValues, ends: Ends, name: str) -> Passed:
+    """Return what these values say of the rows; errors call the ids by `name`."""
+    ids, embeds, pad = _read_content(subject, given, ends, name)
     shape = ids.shape if embeds is None else embeds.shape[:2]  # type: ignore[union-attr]
     rows, length = (int(size) for size in shape)
     mask, positions = given.attention_mask, given.position_ids
@@ -159,14 +158,14 @@ def _with_named(subject: Subject, given: PromptValues, passed: Passed) -> Passed
 
 
 def _read_content(
-    subject: Subject, given: PromptValues, pad: int | None, bos: Bos, name: str
+    subject: Subject, given: PromptValues, ends: Ends, name: str
 ) -> tuple[np.ndarray | None, Tensor | None, int | None]:
     """Return (B, T) ids, (B, L, E) embeddings, either of them or both, and the id that is
     padding."""
-    ids, embeds = given.input_ids, given.inputs_embeds
+    ids, embeds, pad = given.input_ids, given.inputs_embeds, ends.pad
     if ids is None and embeds is None:
         # A begin token that is the pad token too was not passed as padding.
-        ids, name, pad = _start(bos, given.attention_mask), "bos_token_id", None
+        ids, name, pad = _start(ends.begin, given.attention_mask), "bos_token_id", None
     array = None if ids is None else read_ids(ids, name, empty=embeds is not None)
     found = None if embeds is None else read_embeds(embeds, array, subject.width)
     if array is not None:
@@ -178,9 +177,9 @@ def _read_content(
     return None, found, pad
 
 
-def _start(bos: Bos, mask: object) -> Tensor:
+def _start(begin: int | None, mask: object) -> Tensor:
     """Return (B, 1) the begin token, for as many rows as a mask has, or for one."""
-    if bos is None:
+    if begin is None:
         raise RequestError(
             "there is nothing to start from",
             wanted="input_ids, inputs_embeds, or a bos_token_id in the generation config",
@@ -188,30 +187,30 @@ def _start(bos: Bos, mask: object) -> Tensor:
             do="Pass input_ids",
         )
     rows = mask.shape[0] if isinstance(mask, Tensor) and mask.dim() == 2 else 1
-    return torch.full((rows, 1), bos)
+    return torch.full((rows, 1), begin)
 
 
 def read_inputs(
-    subject: Subject, given: PromptValues, options: Options, held: Held = NOTHING_HELD
+    subject: Subject,
+    given: PromptValues,
+    ends: Ends,
+    prefix: Prefix | None = None,
+    held: Held = NOTHING_HELD,
 ) -> Inputs:
     """Return the rectangle that tokens are added to, and the encoder's side of it, if there is one.
 
     `held`: what is cached already, where that was passed.
     """
-    ends, bos = options.ends, options.effective.bos_token_id
     if subject.is_encoder_decoder:
-        shows = bool(options.effective.return_dict_in_generate)
-        source, batch = _read_source(subject, given, ends, bos)
-        if shows and options.effective.output_attentions:
-            _require_unmasked(source)
-        return replace(_read_decoder(subject, given, ends, bos, batch), source=source)
+        source, batch = _read_source(subject, given, ends)
+        return replace(_read_decoder(subject, given, ends, batch), source=source)
     for name in ("decoder_input_ids", "decoder_attention_mask", "encoder_outputs"):
         if getattr(given, name) is not None:
             what = f"{name} was given to a model without an encoder"
             raise RequestError(what, do="Pass the prompt as input_ids or inputs_embeds")
-    if options.prefix is not None:
-        held = Held(counts=(len(options.prefix),), shifts=(shift_of(options.prefix.prompt),))
-    return _read_rectangle(subject, given, ends, bos, held=held)
+    if prefix is not None:
+        held = Held(counts=(len(prefix),), shifts=(shift_of(prefix.prompt),))
+    return _read_rectangle(subject, given, ends, held=held)
 
 
 def with_negative(
@@ -227,7 +226,7 @@ def with_negative(
         do = "Set guidance_scale, or leave negative_prompt_ids out"
         raise RequestError(what, wanted="guidance_scale > 1", got=scale, do=do)
     passed = PromptValues(input_ids=ids, attention_mask=mask)
-    negative = _read_rectangle(subject, passed, ends, None, "negative_prompt_ids")
+    negative = _read_rectangle(subject, passed, ends, "negative_prompt_ids")
     _require_rows("negative_prompt_ids", negative.batch, inputs.batch)
     return replace(inputs, negative=negative.prompts)
 
@@ -236,7 +235,6 @@ def _read_rectangle(
     subject: Subject,
     given: PromptValues,
     ends: Ends,
-    bos: Bos,
     name: str = "input_ids",
     held: Held = NOTHING_HELD,
 ) -> Inputs:
@@ -245,7 +243,7 @@ def _read_rectangle(
 
     Without a mask, pad ids count as padding if the pad id is not an end id, as in transformers.
     """
-    passed = read_passed(subject, given, ends, bos, name)
+    passed = read_passed(subject, given, ends, name)
     ids, (rows, width) = passed.ids, passed.shape
     aligned, guessed = passed.aligned, given.attention_mask is None
     spans = [span_of(real, row, guessed=guessed) for row, real in enumerate(passed.real)]
@@ -277,9 +275,7 @@ def _read_rectangle(
     )
 
 
-def _read_source(
-    subject: Subject, given: PromptValues, ends: Ends, bos: Bos
-) -> tuple[EncoderSource, int]:
+def _read_source(subject: Subject, given: PromptValues, ends: Ends) -> tuple[EncoderSource, int]:
     """Return the encoder's side and how many rows it has."""
     if given.position_ids is not None:
         what = "position_ids has no meaning for a model with an encoder, which counts positions"
@@ -297,7 +293,7 @@ def _read_source(
     if isinstance(mask, Tensor) and mask.dim() > 2:
         do = "Pass a (batch, length) mask"
         raise RequestError("an encoder reads no 4-D attention_mask", do=do)
-    read = _read_rectangle(subject, given, ends, bos)
+    read = _read_rectangle(subject, given, ends)
     longest = max(prompt.length for prompt in read.prompts)
     require_within(longest, core.network.most_source_positions, "the encoder")
     starts = zip(read.firsts, read.prompts, strict=True)
@@ -305,13 +301,6 @@ def _read_source(
     shifts = np.subtract(read.firsts, read.margins)
     ids = tuple(map(np.roll, read.table(0), shifts)) if read.width else ()
     return EncoderSource(read.prompts, (), places, read.prompt_width, ids), read.batch
-
-
-def _require_unmasked(source: EncoderSource) -> None:
-    """UnsupportedError where attentions are returned of an encoder that is shown holes."""
-    if any(prompt.mask is not None for prompt in source.prompts):
-        what = "attentions over a prompt with holes in its mask have no place in the rectangle"
-        raise UnsupportedError(what, do="Leave output_attentions out, or remove what is masked")
 
 
 def _read_whole(
@@ -367,17 +356,15 @@ def _read_states(
     return found, places
 
 
-def _read_decoder(
-    subject: Subject, given: PromptValues, ends: Ends, bos: Bos, batch: int
-) -> Inputs:
+def _read_decoder(subject: Subject, given: PromptValues, ends: Ends, batch: int) -> Inputs:
     """Return what the decoder starts from: the start token, or the caller's ids after it."""
     ids, mask, name = given.decoder_input_ids, given.decoder_attention_mask, "decoder_input_ids"
     unpadded = replace(ends, pad=None)
     if ids is None:
         starts = PromptValues(input_ids=_starts(ends.starts, batch))
-        return _read_rectangle(subject, starts, unpadded, bos, name)
+        return _read_rectangle(subject, starts, unpadded, name)
     passed = PromptValues(input_ids=ids, attention_mask=mask)
-    read = _read_rectangle(subject, passed, unpadded, bos, name)
+    read = _read_rectangle(subject, passed, unpadded, name)
     _require_rows("decoder_input_ids", read.batch, batch)
     return _begun(read, ends.starts) if ends.starts else read
 

@@ -14,7 +14,7 @@ from everystep.config.kinds import FLAG, SIZE, is_integer, require
 from everystep.config.named_strategies import is_named, unknown_strategy
 from everystep.errors import RequestError, shown
 from everystep.processors.guidance import HammingDiversityLogitsProcessor
-from everystep.requests.options import Options
+from everystep.requests.options import Choosing
 from everystep.strategies import (
     Beam,
     BestOf,
@@ -77,21 +77,18 @@ def refuse_beside(effective: Effective, strategy: Strategy) -> None:
         )
 
 
-def strategy_of(options: Options, most: int) -> Strategy:
+def strategy_of(e: Effective, choosing: Choosing, ends: int, most: int) -> Strategy:
     """Return what the call brings, or the configuration names: the one place that makes strategies
     of the library.
 
-    `most`: the most new tokens that a row can get. RequestError where no strategy does what the
-    options ask for.
+    `ends`: how many tokens end a sequence; `most`: the most new tokens that a row can get.
+    RequestError where no strategy does what is asked for.
     """
-    e, choosing = options.effective, options.choosing
-    if options.steering.processors:
-        _require_groups(options.steering.processors, int(e.num_beam_groups or 1))
     if choosing.strategy is not None:  # what the model's configuration says is not about it
         return choosing.strategy
     width, returns = int(e.num_beams or 1), int(e.num_return_sequences or 1)
     if width > 1:
-        return _beams_of(e, len(options.ends.eos), choosing.n_best, width, returns, most)
+        return _beams_of(e, ends, choosing.n_best, width, returns, most)
     if choosing.best_of is not None:
         return choosing.best_of
     if not e.do_sample and (e.penalty_alpha or 0) > 0 and (e.top_k or 0) > 1:
@@ -255,10 +252,7 @@ _METHODS = ("advance", "does_advance", "update", "reset", "remaining", "copy")
 def _beams_of(
     e: Effective, ends: int, n_best: int | None, width: int, returns: int, most: int
 ) -> Strategy:
-    """Return the search of several hypotheses that the configuration names.
-
-    `ends`: how many tokens end a sequence; `most`: the most new tokens that a row can get.
-    """
+    """Return the search of several hypotheses that the configuration names."""
     groups = int(e.num_beam_groups or 1)
     constrained = e.constraints is not None or e.force_words_ids is not None
     if n_best and (constrained or groups > 1):
@@ -299,8 +293,8 @@ def _constraints(given: Any, words: Any) -> tuple[Constraint, ...]:
     return tuple(found)
 
 
-def _require_groups(processors: Sequence[object], groups: int) -> None:
-    """RequestError if a processor is given that looks at groups of beams where there are none."""
+def require_groups(processors: Sequence[object], groups: int) -> None:
+    """Refuse a processor that looks at groups of beams where there are none."""
     given = any(type(one) is HammingDiversityLogitsProcessor for one in processors)
     if given and groups == 1:
         raise RequestError(

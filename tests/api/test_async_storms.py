@@ -21,6 +21,7 @@ import everystep as es
 from everystep.api.model import LanguageModel
 from everystep.api.subjects import OwnSubject
 from everystep.drivers.engine_thread import Desk
+from everystep.drivers.session import Session
 from everystep.engine import Engine
 from everystep.errors import CapacityError, EverystepError
 from everystep.executors.base import Executor
@@ -29,6 +30,7 @@ from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 from everystep.types import Request
 from tests.api.asking import require_nothing_left, runs
+from tests.images.making import write_folder
 
 VOCABULARY = 320
 TOKENIZER = tiny_tokenizer(VOCABULARY)
@@ -210,6 +212,7 @@ SCHEMA = {
         f"name {i}": {"type": "string", "enum": [f"{i} {j}" for j in range(8)]} for i in range(1500)
     },
 }
+PICTURE = np.random.default_rng(0).integers(0, 255, (5000, 6000, 3), dtype=np.uint8)
 ENDLESS = "{% for i in range(10000) %}{% for j in range(10000) %}{% endfor %}{% endfor %}"
 BROUGHT: dict[str, tuple[Any, dict[str, Any]]] = {
     "a text of 400 kB": (LONG_TEXT, {}),
@@ -217,7 +220,25 @@ BROUGHT: dict[str, tuple[Any, dict[str, Any]]] = {
     "100,000 ids": (LONG_IDS, {}),
     "a schema of 200 kB": ("a", {"schema": SCHEMA}),
     "a template that takes its whole allowance": ([{"role": "user", "content": "a"}], {}),
+    "a picture of 30 megapixels": (
+        [{"role": "user", "content": [{"type": "image", "image": PICTURE}]}],
+        {},
+    ),
 }
+
+
+@pytest.fixture(scope="module")
+def sees(model: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """A model that reads pictures, on the hash function too, and its tokenizer."""
+    return es.load(write_folder(tmp_path_factory.mktemp("sees")))
+
+
+@pytest.fixture(scope="module")
+def reads(model: LanguageModel) -> tuple[Any, Any]:
+    """A model and a tokenizer whose chat template never ends."""
+    tokenizer = tiny_tokenizer(VOCABULARY)
+    tokenizer.chat_template = ENDLESS
+    return model, tokenizer
 
 
 @pytest.mark.parametrize(
@@ -225,24 +246,35 @@ BROUGHT: dict[str, tuple[Any, dict[str, Any]]] = {
     [pytest.param(one, marks=pytest.mark.slow) if "4 MB" in one else one for one in BROUGHT],
 )
 def test_streams_take_their_steps_while_a_prompt_is_brought(
-    model: LanguageModel, what: str, monkeypatch: pytest.MonkeyPatch
+    what: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not brought before the streams of others have taken five steps meanwhile. Were it read
     by the thread that steps, or were that held up until it is read, these would never come."""
     prompt, options = BROUGHT[what]
-    tokenizer = tiny_tokenizer(VOCABULARY)
-    tokenizer.chat_template = ENDLESS
+    model, tokenizer = request.getfixturevalue("sees" if "picture" in what else "reads")
     reading, taken, enough = threading.Event(), [0], threading.Event()
-    read, step = Desk._read, Engine.step
+    read, request_of, step = Desk._read, Session.own_request, Engine.step
 
-    def watched(desk: Desk, one: Any, given: Any, *rest: Any) -> None:
+    def watched(desk: Desk, one: Any, given: Any, options: Any, most: int | None) -> None:
         if given is not prompt:
-            return read(desk, one, given, *rest)
+            return read(desk, one, given, options, most)
         reading.set()
-        notice, one.notice = one.notice, enough_taken
-        read(desk, one, given, *rest)
-        one.notice = notice
-        notice()
+
+        def read_options() -> Any:
+            try:
+                return options()
+            except EverystepError:
+                enough_taken()
+                raise
+
+        read(desk, one, given, read_options, most)
+
+    def own_request(session: Session, given: Any, *rest: Any) -> Request:
+        try:
+            return request_of(session, given, *rest)
+        finally:
+            if given is prompt:
+                enough_taken()
 
     def enough_taken() -> None:
         assert enough.wait(90)
@@ -255,6 +287,7 @@ def test_streams_take_their_steps_while_a_prompt_is_brought(
         return step(engine)
 
     monkeypatch.setattr(Desk, "_read", watched)
+    monkeypatch.setattr(Session, "own_request", own_request)
     monkeypatch.setattr(Engine, "step", gated)
 
     async def main() -> None:

@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 
 import everystep as es
+from everystep.testing.models import tiny_llama
 from tests.bridge.families import END, FAMILIES, model_of
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
@@ -186,3 +187,16 @@ def test_what_the_model_cannot_do_is_said() -> None:
         wrapped.generate(IDS, position_ids=torch.arange(4)[None], max_new_tokens=2)
     with pytest.raises(es.EverystepError, match="quantised"):
         wrapped.generate(IDS, cache_implementation="quantized", max_new_tokens=2)
+
+
+FACTS = [name for name, one in vars(es.LanguageModel).items() if isinstance(one, property)]
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_every_fact_of_a_model_is_one_of_a_wrapped_model(fact: str) -> None:
+    """Each can be read of both kinds, so that no code has to ask which of the two it has."""
+    wrapped, own = es.wrap(model_of("llama")), tiny_llama()
+    for model in (wrapped, own):
+        getattr(model, fact)
+    if fact == "executor_name":
+        assert (wrapped.executor_name, own.executor_name) == ("bridge", "auto")

@@ -6,8 +6,10 @@ it is first used, so that `import everystep` costs nothing.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from everystep._version import __version__ as __version__
@@ -284,9 +286,21 @@ def __getattr__(name: str) -> Any:
         from everystep.requests.absent import refuse_name
 
         refuse_name(name, sys._getframe(1))
-    value = getattr(importlib.import_module(f"everystep.{_HOME[name]}"), name)
+    value = getattr(_imported(f"everystep.{_HOME[name]}"), name)
     globals()[name] = value
     return value
+
+
+def _imported(name: str) -> ModuleType:
+    """Return the module, imported without a collection of garbage: the classes that are made
+    meanwhile would have the collector walk through all that torch holds, and free nothing."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -38,7 +38,7 @@ CANCELLED = FinishReason("cancelled")
 
 
 class Mailbox:
-    """What becomes of the requests of one call, which its owner alone reads.
+    """The results of one call's requests as they come in, which its owner alone reads.
 
     `groups`: those of the requests, in their order, as far as they have come in. `events`: what was
     reported of them and not taken yet, in the order of the engine. `most`: how many may wait before

@@ -163,7 +163,7 @@ class Submission:
 
 
 class Desk:
-    """Where the prompts of one session are handed in, and the threads that read and step them.
+    """The desk where prompts of one session are handed in, with the threads that serve it.
 
     `most_waiting`: how many may wait that have not begun, those that are being read among them;
     None for any number.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
 from everystep.config import FIELDS, META
 from everystep.config.fields import ELSEWHERE
@@ -39,7 +39,7 @@ class Keyword:
     name: str
     owner: Owner
     calls: tuple[CallKind, ...]
-    type: str = "Any"
+    type: str = "object"
     line: str = ""
     elsewhere: tuple[str, str] | None = None
 
@@ -63,30 +63,30 @@ def keyword(
     line: str,
     calls: tuple[CallKind, ...] = _ALL,
     elsewhere: tuple[str, str] | None = None,
-) -> Any:
+) -> object:
     """Return the field of a dataclass that is a row of the table; None is what nobody passed."""
     return field(default=None, metadata={"row": (calls, type, line, elsewhere)})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Objects:
-    """What the caller passed beside fields and prompt, as it was passed."""
+    """The objects of the caller's beside fields and prompt, as they were passed."""
 
     generation_config: object = keyword("object", "Values for all that the call does not set.")
     logits_processor: object = keyword(
-        "Sequence[Callable[..., Any]] | None",
+        "Sequence[Callable[..., object]] | None",
         "Functions of (input_ids, scores) that change the scores.",
     )
     stopping_criteria: object = keyword(
-        "Sequence[Callable[..., Any]] | None",
+        "Sequence[Callable[..., object]] | None",
         "Functions of (input_ids, scores) that say whether a sequence ends.",
     )
     prefix_allowed_tokens_fn: object = keyword(
-        "Callable[[int, Tensor], Any] | None",
+        "Callable[[int, Tensor], object] | None",
         "A function of (row, ids) that returns the ids that may follow.",
     )
     allowed_sequences: object = keyword(
-        "AllowedSequences | Sequence[Any] | None",
+        "AllowedSequences | Sequence[object] | None",
         "The texts, or lists of ids, of which the answer is one.",
     )
     seed: object = keyword(
@@ -106,7 +106,7 @@ class Objects:
         "The adapter that the model runs with, by the name it was loaded under, or one per row.",
     )
     schema: object = keyword(
-        "str | Mapping[str, Any] | bool | None", "The JSON schema that the text follows."
+        "str | Mapping[str, object] | bool | None", "The JSON schema that the text follows."
     )
     regex: object = keyword("str | None", "The regular expression that the text matches.")
     grammar: object = keyword("str | None", "The grammar that the text follows.")
@@ -114,7 +114,7 @@ class Objects:
     n_best: object = keyword("int | None", "Return so many hypotheses of a beam search.")
     best_of: object = keyword("int | None", "Draw so many samples and return the best.")
     majority: object = keyword(
-        "Callable[[str], Any] | None",
+        "Callable[[str], object] | None",
         "With best_of: finds the answer in a text; the most frequent one wins.",
     )
     scorer: object = keyword(
@@ -139,7 +139,7 @@ class Objects:
         'The way of choosing by name ("beam", "contrastive", ...), or an object of your own.',
     )
     strategy_options: object = keyword(
-        "Mapping[str, Any] | None", "What a strategy of another package is made with."
+        "Mapping[str, object] | None", "What a strategy of another package is made with."
     )
 
 
@@ -160,7 +160,7 @@ class PromptValues:
         calls=_CONTENT,
     )
     position_ids: object = keyword(
-        "Tensor | Callable[..., Any] | None",
+        "Tensor | Callable[..., object] | None",
         "(B, T), or (axes, B, T), positions other than 0, 1, ...",
         calls=_CONTENT,
     )
@@ -197,7 +197,7 @@ class PromptValues:
         named = {name: value for name, value in values.items() if name not in own}
         return cls(**own, named=named)
 
-    def passed(self) -> dict[str, Any]:
+    def passed(self) -> dict[str, object]:
         """Return what was passed, by name."""
         own = {name: getattr(self, name) for name in self.__slots__ if name != "named"}
         return {name: one for name, one in own.items() if one is not None} | dict(self.named)
@@ -205,7 +205,7 @@ class PromptValues:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beside:
-    """What belongs to one kind of call, as it was passed.
+    """The values that belong to one kind of call, as they were passed.
 
     `of_loop`: what the caller's decoding loop names, and nothing else reads.
     """
@@ -218,7 +218,7 @@ class Beside:
         elsewhere=_EVENTS,
     )
     custom_generate: object = keyword(
-        "Callable[..., Any] | None",
+        "Callable[..., object] | None",
         "A decoding loop in the place of the engine's.",
         calls=_RECTANGLE,
         elsewhere=_CALL,
@@ -250,7 +250,7 @@ class Beside:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OfSpeech:
-    """What a model that listens takes beside, as it was passed."""
+    """The values that a model that listens takes beside, as they were passed."""
 
     language: object = keyword(
         "str | Sequence[str] | None",
@@ -317,7 +317,7 @@ _FURTHER = (
         "messages",
         "prompt",
         ("prompt",),
-        "Sequence[Mapping[str, Any]]",
+        "Sequence[Mapping[str, object]]",
         "The prompt as a conversation.",
     ),
     Keyword("inputs", "prompt", (), "Tensor | None", "(B, T) the ids of the prompt."),
@@ -541,7 +541,7 @@ IN_PROMPTS = tuple(dict.fromkeys((*CONTENTS, *_IN_PROMPTS)))
 
 # --- what help() says -----------------------------------------------------------------------------
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 _EXAMPLE = "\n\nExample:\n"
 
 

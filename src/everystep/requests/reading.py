@@ -1,10 +1,9 @@
-"""What a call asks for beside its prompt: its arguments read, judged and kept once."""
+"""The arguments of a call beside its prompt: read, judged and kept once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from everystep.config import FIELDS, Effective, merge_configs
 from everystep.errors import RequestError, shown
@@ -121,7 +120,7 @@ def _read_recording(objects: Objects, beside: Beside, vocabulary: int) -> Record
 
 
 def require_output_object(options: Options) -> None:
-    """Log-probabilities and tuples have their place in the output object, so there must be one."""
+    """Refuse log-probabilities and tuples of a call without the output object that holds them."""
     e = options.effective
     if options.recording.legacy_cache and not (
         e.return_dict_in_generate and e.use_cache is not False
@@ -142,8 +141,8 @@ def require_output_object(options: Options) -> None:
 
 
 def cut_by_default(options: Options, reasons: Iterable[FinishReason]) -> tuple[str, ...]:
-    """What to tell a caller, none of whose settings says how long an answer may be, where one of
-    these ends was that length."""
+    """Return what to tell a caller where one of these ends was the default length, as no setting
+    says how long an answer may be."""
     e, criteria = options.effective, options.steering.criteria or ()
     named = e.max_new_tokens is not None or e.source("max_length") != "default"
     named = named or any(isinstance(one, MaxLengthCriteria) for one in criteria)
@@ -156,7 +155,7 @@ def cut_by_default(options: Options, reasons: Iterable[FinishReason]) -> tuple[s
 
 
 def unseen_prompt(effective: Effective) -> tuple[str, ...]:
-    """What to tell a caller whose settings look at ids, where the prompt has none."""
+    """Return what to tell a caller whose settings look at ids, where the prompt has none."""
     asked = [name for name in _READ_IDS if name in effective.caller]
     blind = [name for name in asked if effective[name] != FIELDS[name].default]
     if not blind:
@@ -203,8 +202,8 @@ def _special_ids(effective: Effective, vocabulary: int) -> Ends:
     return Ends(tuple(token for token in ends if 0 <= token < vocabulary), fill, starts)
 
 
-def _listed(value: Any) -> tuple[int, ...]:
+def _listed(value: int | list[int] | tuple[int, ...] | None) -> tuple[int, ...]:
     """Return one id, several or none as a tuple."""
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
+    return (value,) if isinstance(value, int) else tuple(value)

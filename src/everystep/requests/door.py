@@ -2,8 +2,8 @@
 
 The fields of `Objects`, `PromptValues`, `Beside` and `OfSpeech` are its rows, with those of
 `config/fields.py`: each says which calls take the keyword, its type and its meaning in a line, and
-what a call is told that does not take it. The typed dicts that editors read, help() and the
-reference come from here; `scripts/keywords` writes what has to be text.
+what a call is told that does not take it. The typed dicts that editors read, help(), the reference
+and the options of the command line come from here; `scripts/keywords` writes what has to be text.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 from everystep.config import FIELDS, META
 from everystep.config.fields import ELSEWHERE
 from everystep.config.named_strategies import is_named, with_named
 from everystep.errors import RequestError, UnknownArgumentError, nearest
 from everystep.requests.absent import ARGUMENTS, OF_SPEECH, SPEECH_LATER, refuse_argument
-from everystep.requests.pictures import prompt_names
-from everystep.requests.subject import Subject
+
+if TYPE_CHECKING:  # both import torch, and the command line shows its help without
+    from everystep.requests.subject import Subject
 
 CallKind = Literal["rectangle", "texts", "prompt", "prefill"]
 """`model.generate`; a call about prompts; a prompt that is a mapping; `es.prefill`."""
@@ -479,6 +480,8 @@ def _declared(
 ) -> dict[str, dict[str, object]]:
     """Return what the model declares of names that the call does not take, and what it hears by;
     an error about the others."""
+    from everystep.requests.pictures import prompt_names
+
     declared = {*subject.inputs, *prompt_names(subject)}
     named: dict[str, object] = {}
     speech: dict[str, object] = {}

@@ -42,7 +42,7 @@ from everystep.requests.subject import Subject
 from everystep.streamers import Delivery, Wording
 from everystep.types import Event, Finished, Group
 
-_READ_OUT = 512  # positions whose logits are read out at once for prompt_logprobs
+_READ_OUT = 512  # positions whose logits, (positions, V), are read out at once for prompt_logprobs
 
 
 def generate(model: Subject, given: Arguments) -> Any:
@@ -141,7 +141,8 @@ def _run(model: Subject, call: Call, delivery: Delivery | None, passed: object) 
     whole = collector.captures or not cached
     chunk: int | None = None if whole else e.prefill_chunk_size
     if call.options.recording.prompt_logprobs is not None and not whole:
-        chunk = _chunk(chunk, call.inputs.batch)
+        most = max(1, _READ_OUT // call.inputs.batch)
+        chunk = min(most, chunk or most)
     lockstep = Lockstep(chunk=chunk, shares=cached)
     needs = frozenset().union(*(request.needs for request in call.requests))
     executor = model.executor(needs, call.quantization)
@@ -172,15 +173,6 @@ def _run(model: Subject, call: Call, delivery: Delivery | None, passed: object) 
         out.speculation = {"drafted": counts.drafted, "accepted": counts.accepted}
         out.speculation["gained_seconds"] = gained
     return out
-
-
-def _chunk(asked: int | None, rows: int) -> int:
-    """Return how many positions of a row are fed at once where its prompt's logprobs are wanted.
-
-    Logits of every position, (positions, V) a step, are read out then, so those are bounded.
-    """
-    bound = max(1, _READ_OUT // rows)
-    return bound if asked is None else min(bound, asked)
 
 
 def _loop(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 from everystep.config import FIELDS, META
@@ -67,6 +68,12 @@ def keyword(
 ) -> object:
     """Return the field of a dataclass that is a row of the table; None is what nobody passed."""
     return field(default=None, metadata={"row": (calls, type, line, elsewhere)})
+
+
+_content = partial(keyword, calls=_CONTENT)
+_inner = partial(keyword, calls=_INNER, elsewhere=_CALL)
+_of_rectangle = partial(keyword, calls=_RECTANGLE, elsewhere=_CALL)
+_speech = partial(keyword, calls=(), elsewhere=OF_SPEECH)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,43 +158,28 @@ class PromptValues:
     `named`: what the model declares beside these, by keyword.
     """
 
-    input_ids: object = keyword("Numbers | None", "(B, T) the ids of the prompt.", calls=_CONTENT)
-    inputs_embeds: object = keyword(
-        "Tensor | None", "(B, T, E) embeddings in the place of ids, or beside them.", calls=_CONTENT
+    input_ids: object = _content("Numbers | None", "(B, T) the ids of the prompt.")
+    inputs_embeds: object = _content(
+        "Tensor | None", "(B, T, E) embeddings in the place of ids, or beside them."
     )
-    attention_mask: object = keyword(
-        "Numbers | None",
-        "(B, T) 1 for what is read and 0 for padding; or (B, 1 or heads, T, T).",
-        calls=_CONTENT,
+    attention_mask: object = _content(
+        "Numbers | None", "(B, T) 1 for what is read and 0 for padding; or (B, 1 or heads, T, T)."
     )
-    position_ids: object = keyword(
+    position_ids: object = _content(
         "Tensor | Callable[..., object] | None",
         "(B, T), or (axes, B, T), positions other than 0, 1, ...",
-        calls=_CONTENT,
     )
-    decoder_input_ids: object = keyword(
-        "Tensor | None",
-        "(B, T) what a decoder beside an encoder begins with.",
-        calls=_INNER,
-        elsewhere=_CALL,
+    decoder_input_ids: object = _inner(
+        "Tensor | None", "(B, T) what a decoder beside an encoder begins with."
     )
-    decoder_attention_mask: object = keyword(
-        "Tensor | None", "(B, T) 1 for what is read of it.", calls=_INNER, elsewhere=_CALL
+    decoder_attention_mask: object = _inner("Tensor | None", "(B, T) 1 for what is read of it.")
+    encoder_outputs: object = _inner("object", "What an encoder made of the prompt, in its place.")
+    past_key_values: object = _inner("object", "The cache that the call goes on from.")
+    negative_prompt_ids: object = _of_rectangle(
+        "Numbers | None", "(B, T) with guidance_scale: the prompt that is guided away from."
     )
-    encoder_outputs: object = keyword(
-        "object", "What an encoder made of the prompt, in its place.", calls=_INNER, elsewhere=_CALL
-    )
-    past_key_values: object = keyword(
-        "object", "The cache that the call goes on from.", calls=_INNER, elsewhere=_CALL
-    )
-    negative_prompt_ids: object = keyword(
-        "Numbers | None",
-        "(B, T) with guidance_scale: the prompt that is guided away from.",
-        calls=_RECTANGLE,
-        elsewhere=_CALL,
-    )
-    negative_prompt_attention_mask: object = keyword(
-        "Numbers | None", "(B, T) 1 for what is read of it.", calls=_RECTANGLE, elsewhere=_CALL
+    negative_prompt_attention_mask: object = _of_rectangle(
+        "Numbers | None", "(B, T) 1 for what is read of it."
     )
     named: Mapping[str, object] = field(default_factory=dict)
 
@@ -218,11 +210,8 @@ class Beside:
         calls=_RECTANGLE,
         elsewhere=_EVENTS,
     )
-    custom_generate: object = keyword(
-        "Callable[..., object] | None",
-        "A decoding loop in the place of the engine's.",
-        calls=_RECTANGLE,
-        elsewhere=_CALL,
+    custom_generate: object = _of_rectangle(
+        "Callable[..., object] | None", "A decoding loop in the place of the engine's."
     )
     return_legacy_cache: object = keyword(
         "bool | None", "Return the cache as tuples of tensors.", calls=_RECTANGLE
@@ -253,65 +242,46 @@ class Beside:
 class OfSpeech:
     """The values that a model that listens takes beside, as they were passed."""
 
-    language: object = keyword(
+    language: object = _speech(
         "str | Sequence[str] | None",
         "The language that is spoken, one for all rows or one each; found out if left out.",
-        calls=(),
-        elsewhere=OF_SPEECH,
     )
-    task: object = keyword(
+    task: object = _speech(
         'Literal["transcribe", "translate"] | None',
         "Write what is said, or its translation into English.",
-        calls=(),
-        elsewhere=OF_SPEECH,
     )
-    is_multilingual: object = keyword(
-        "bool | None", "Whether the model knows several languages.", calls=(), elsewhere=OF_SPEECH
+    is_multilingual: object = _speech("bool | None", "Whether the model knows several languages.")
+    return_timestamps: object = _speech("bool | None", "Whether segments have times.")
+    return_segments: object = _speech("bool | None", "Return the segments beside the ids.")
+    prompt_ids: object = _speech("object", "Ids of what was said before, or of words to expect.")
+    prompt_condition_type: object = _speech(
+        'Literal["first-segment", "all-segments"] | None', "Which windows prompt_ids stand before."
     )
-    return_timestamps: object = keyword(
-        "bool | None", "Whether segments have times.", calls=(), elsewhere=OF_SPEECH
+    condition_on_prev_tokens: object = _speech(
+        "bool | None", "Whether a window reads what was written of the one before."
     )
-    return_segments: object = keyword(
-        "bool | None", "Return the segments beside the ids.", calls=(), elsewhere=OF_SPEECH
-    )
-    prompt_ids: object = keyword(
-        "object",
-        "Ids of what was said before, or of words to expect.",
-        calls=(),
-        elsewhere=OF_SPEECH,
-    )
-    prompt_condition_type: object = keyword(
-        'Literal["first-segment", "all-segments"] | None',
-        "Which windows prompt_ids stand before.",
-        calls=(),
-        elsewhere=OF_SPEECH,
-    )
-    condition_on_prev_tokens: object = keyword(
-        "bool | None",
-        "Whether a window reads what was written of the one before.",
-        calls=(),
-        elsewhere=OF_SPEECH,
-    )
-    compression_ratio_threshold: object = keyword(
+    compression_ratio_threshold: object = _speech(
         "float | None",
         "A window whose text repeats itself more is written again, at the next temperature.",
-        calls=(),
-        elsewhere=OF_SPEECH,
     )
-    logprob_threshold: object = keyword(
-        "float | None",
-        "A window whose tokens are less likely on average is written again.",
-        calls=(),
-        elsewhere=OF_SPEECH,
+    logprob_threshold: object = _speech(
+        "float | None", "A window whose tokens are less likely on average is written again."
     )
-    no_speech_threshold: object = keyword(
-        "float | None",
-        "A window that is silence with a higher probability is left out.",
-        calls=(),
-        elsewhere=OF_SPEECH,
+    no_speech_threshold: object = _speech(
+        "float | None", "A window that is silence with a higher probability is left out."
     )
 
 
+_MEDIA = {
+    "pixel_values": "The patches of images, as the tokenizer or processor returned them.",
+    "image_grid_thw": "(images, 3) how many patches each has: times, rows, columns.",
+    "pixel_values_videos": "The patches of videos.",
+    "video_grid_thw": "(videos, 3) how many patches each has.",
+    "mm_token_type_ids": "(B, T) which ids are places of images (1) and videos (2).",
+    "second_per_grid_ts": "Seconds that a grid of a video stands for.",
+    "bbox": "(B, n, 4) the boxes of the lines of a page.",
+    "input_features": "(B, channels, frames) what an encoder of sounds reads.",
+}
 _FURTHER = (
     Keyword("text", "prompt", ("prompt",), "str", "The prompt as a text."),
     Keyword(
@@ -322,69 +292,9 @@ _FURTHER = (
         "The prompt as a conversation.",
     ),
     Keyword("inputs", "prompt", (), "Tensor | None", "(B, T) the ids of the prompt."),
-    Keyword(
-        "pixel_values",
-        "media",
-        (),
-        "object",
-        "The patches of images, as the tokenizer or processor returned them.",
-        ARGUMENTS.get("pixel_values"),
-    ),
-    Keyword(
-        "image_grid_thw",
-        "media",
-        (),
-        "object",
-        "(images, 3) how many patches each has: times, rows, columns.",
-        ARGUMENTS.get("image_grid_thw"),
-    ),
-    Keyword(
-        "pixel_values_videos",
-        "media",
-        (),
-        "object",
-        "The patches of videos.",
-        ARGUMENTS.get("pixel_values_videos"),
-    ),
-    Keyword(
-        "video_grid_thw",
-        "media",
-        (),
-        "object",
-        "(videos, 3) how many patches each has.",
-        ARGUMENTS.get("video_grid_thw"),
-    ),
-    Keyword(
-        "mm_token_type_ids",
-        "media",
-        (),
-        "object",
-        "(B, T) which ids are places of images (1) and videos (2).",
-        ARGUMENTS.get("mm_token_type_ids"),
-    ),
-    Keyword(
-        "second_per_grid_ts",
-        "media",
-        (),
-        "object",
-        "Seconds that a grid of a video stands for.",
-        ARGUMENTS.get("second_per_grid_ts"),
-    ),
-    Keyword(
-        "bbox",
-        "media",
-        (),
-        "object",
-        "(B, n, 4) the boxes of the lines of a page.",
-        ARGUMENTS.get("bbox"),
-    ),
-    Keyword(
-        "input_features",
-        "media",
-        (),
-        "object",
-        "(B, channels, frames) what an encoder of sounds reads.",
-        ARGUMENTS.get("input_features"),
+    *(
+        Keyword(name, "media", (), "object", line, ARGUMENTS.get(name))
+        for name, line in _MEDIA.items()
     ),
 )
 """What becomes ids before there are values, and what models read in a prompt that declare it."""

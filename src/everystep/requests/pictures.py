@@ -146,7 +146,8 @@ def read_pictures(
     if not (passed or shifted) and all(row.prompt.embeds is not None for row in rows):
         # What stands at placeholders was embedded by the caller.
         return tuple(row.prompt for row in rows), ((),) * len(rows)
-    if (passed or shifted) and not all(_is_aligned(row.prompt) for row in rows):
+    aligned = all(p.ids is not None and p.hidden == p.before for p in (row.prompt for row in rows))
+    if (passed or shifted) and not aligned:
         raise RequestError(
             "images and videos need to know where they stand",
             wanted="one id per position",
@@ -171,10 +172,6 @@ def read_pictures(
     return tuple(prompts), tuple(
         (*images, *videos) for images, videos in zip(*pictures, strict=True)
     )
-
-
-def _is_aligned(prompt: Prompt) -> bool:
-    return prompt.ids is not None and prompt.hidden == prompt.before
 
 
 def _kinds(spec: VisionSpec, prompt: Prompt) -> np.ndarray:

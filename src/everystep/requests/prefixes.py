@@ -31,8 +31,9 @@ def after_prefix(prefix: Prefix, model: Subject, inputs: Inputs) -> Inputs:
     Where the prefix and what follows are ids, the prompt is all of them; otherwise the positions of
     the prefix have no ids.
     """
-    count, head, declared = len(prefix), prefix.ids, declared_of(model)
-    if head is not None and all(_only_ids(prompt) for prompt in inputs.prompts):
+    count, head, declared = len(prefix), prefix.ids, model.inputs
+    only_ids = all(one.embeds is None and one.ids is not None for one in inputs.prompts)
+    if head is not None and only_ids:
         prompts = tuple(
             replace(_moved(prompt, prefix, declared), ids=np.concatenate([head, prompt.ids]))
             for prompt in inputs.prompts
@@ -43,15 +44,6 @@ def after_prefix(prefix: Prefix, model: Subject, inputs: Inputs) -> Inputs:
     )
     seen = (np.arange(count),) * inputs.batch
     return replace(inputs, prompts=prompts, lead=count, seen=seen)
-
-
-def declared_of(model: Subject) -> Mapping[str, InputSpec]:
-    """Return what the model declares beside ids and embeddings, by name."""
-    return {one.name: one for one in model.core.network.inputs}
-
-
-def _only_ids(prompt: Prompt) -> bool:
-    return prompt.embeds is None and prompt.ids is not None
 
 
 def _moved(prompt: Prompt, prefix: Prefix, declared: Mapping[str, InputSpec]) -> Prompt:

@@ -304,13 +304,12 @@ def _device_name(text: str) -> str:
 
 
 _model = partial(typer.Option, rich_help_panel="Model")
+_SOURCE = "A name, a folder, a .gguf file or a hub id."
 _message = partial(typer.Option, rich_help_panel="A message through the model's chat template")
 
 Offline = Annotated[bool, _model("--offline", help="Never use the network.")]
-Model = Annotated[
-    str,
-    _model("--model", "-m", metavar="MODEL", help="A name, a folder, a .gguf file or a hub id."),
-]
+Model = Annotated[str, _model("--model", "-m", metavar="MODEL", help=_SOURCE)]
+ModelArgument = Annotated[str, typer.Argument(metavar="[MODEL]", help=_SOURCE)]
 DtypeOption = Annotated[
     Dtype | None,
     _model("--dtype", metavar="DTYPE", help=f"{', '.join(Dtype)}; by default what the file says."),

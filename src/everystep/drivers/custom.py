@@ -165,5 +165,6 @@ def _config(call: Call) -> GenerationConfig:
         "_pad_token_tensor": call.options.ends.pad,
         "_bos_token_tensor": call.options.effective.bos_token_id,
     }
-    config.extra |= {n: None if ids is None else torch.tensor(ids) for n, ids in tensors.items()}
+    for name, ids in tensors.items():
+        config.extra[name] = None if ids is None else torch.tensor(ids)
     return config

@@ -213,7 +213,7 @@ class Driver:
 
     @contextmanager
     def alone(self) -> Iterator[Engine]:
-        """Nobody steps while the body works with the engine.
+        """Keep others from stepping while the body works with the engine.
 
         RequestError inside of a step of this thread.
         """

@@ -271,7 +271,7 @@ class Desk:
             thread.join()
 
     def require_here(self) -> None:
-        """RequestError in a forked child of the process that the threads run in."""
+        """Refuse a forked child of the process that the threads run in."""
         if self._short is not None and self._process != os.getpid():
             raise RequestError(
                 "this engine runs in the process that this one was forked from",

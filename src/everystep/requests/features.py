@@ -19,6 +19,7 @@ from torch import Tensor
 from everystep.config.kinds import is_integer
 from everystep.errors import RequestError, shown
 from everystep.models.encoders import Misfit, PromptEncoder
+from everystep.nn.digests import add_tensor
 from everystep.requests.arrays import as_numbers
 from everystep.types import Injected, Prompt, Request
 
@@ -251,7 +252,7 @@ def _encoded(one: PromptInput, values: Rows, width: int) -> dict[int, Tensor]:
         if one.name in own:
             value = own[one.name]
             alike = groups.setdefault((value.shape, value.dtype, value.device), {})
-            alike.setdefault(_digest(value), []).append(row)
+            alike.setdefault(digest_of(value), []).append(row)
     found: dict[int, Tensor] = {}
     for contents in groups.values():
         rows = list(contents.values())
@@ -261,9 +262,11 @@ def _encoded(one: PromptInput, values: Rows, width: int) -> dict[int, Tensor]:
     return found
 
 
-def _digest(value: Tensor) -> bytes:
-    plain = value.contiguous().cpu().view(-1).view(torch.uint8)
-    return hashlib.sha256(plain.numpy().tobytes()).digest()
+def digest_of(value: Tensor, name: str = "") -> bytes:
+    """Return a text that is equal for tensors of this name that are equal, bit for bit."""
+    found = hashlib.sha256()
+    add_tensor(found, name, value)
+    return found.digest()
 
 
 def _checked(one: PromptInput, made: object, count: int, width: int) -> list[Tensor]:

@@ -8,7 +8,6 @@ time, and what it makes is kept with the request by absolute position (decision 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,7 +29,7 @@ from everystep.models.vision.places import (
 )
 from everystep.models.vision.spec import Grid, VisionSpec
 from everystep.requests.arrays import as_numbers
-from everystep.requests.features import injected_with
+from everystep.requests.features import digest_of, injected_with
 from everystep.requests.subject import Subject
 from everystep.types import Injected, Prompt, Request
 
@@ -140,13 +139,14 @@ def read_pictures(
 
     RequestError where grids, pixels and placeholders do not fit together.
     """
-    kinds = [_kinds(spec, row.prompt) for row in rows]
+    given = tuple(row.prompt for row in rows)
+    kinds = [kinds_of(spec, np.empty(0, np.int64) if p.ids is None else p.ids) for p in given]
     passed = any(name in named for name in _KEYWORDS if name != _KINDS)
     shifted = any(row.begin != row.place for row in rows)
-    if not (passed or shifted) and all(row.prompt.embeds is not None for row in rows):
+    if not (passed or shifted) and all(prompt.embeds is not None for prompt in given):
         # What stands at placeholders was embedded by the caller.
-        return tuple(row.prompt for row in rows), ((),) * len(rows)
-    aligned = all(p.ids is not None and p.hidden == p.before for p in (row.prompt for row in rows))
+        return given, ((),) * len(rows)
+    aligned = all(p.ids is not None and p.hidden == p.before for p in given)
     if (passed or shifted) and not aligned:
         raise RequestError(
             "images and videos need to know where they stand",
@@ -172,11 +172,6 @@ def read_pictures(
     return tuple(prompts), tuple(
         (*images, *videos) for images, videos in zip(*pictures, strict=True)
     )
-
-
-def _kinds(spec: VisionSpec, prompt: Prompt) -> np.ndarray:
-    """Return (T,) what stands at each id."""
-    return kinds_of(spec, np.empty(0, np.int64) if prompt.ids is None else prompt.ids)
 
 
 def _require_kinds(named: Named, kinds: list[np.ndarray], rows: Sequence[PictureRow]) -> None:
@@ -341,15 +336,8 @@ def features_of(
         for one in own:
             if one.pixels is None or not isinstance(core, Model) or core.tower is None:
                 continue
-            key = _digest(one.pixels, one.extent.grid)
+            key = digest_of(one.pixels, str(one.extent.grid))
             if key not in known:
                 known[key] = core.tower.encode(one.pixels, one.extent.grid)
             found[-1].append(Injected(prompt.length + one.places, *known[key]))
     return found
-
-
-def _digest(pixels: Tensor, grid: Grid) -> bytes:
-    plain = pixels.contiguous().cpu().view(-1).view(torch.uint8).numpy()
-    found = hashlib.sha256(repr((grid, str(pixels.dtype))).encode())
-    found.update(plain.tobytes())
-    return found.digest()

@@ -20,7 +20,7 @@ from everystep.config.named_strategies import is_named, with_named
 from everystep.errors import RequestError, UnknownArgumentError, nearest
 from everystep.requests.absent import ARGUMENTS, OF_SPEECH, SPEECH_LATER, refuse_argument
 
-if TYPE_CHECKING:  # both import torch, and the command line shows its help without
+if TYPE_CHECKING:  # it imports torch, without which the command line shows its help
     from everystep.requests.subject import Subject
 
 CallKind = Literal["rectangle", "texts", "prompt", "prefill"]
@@ -390,7 +390,7 @@ def _declared(
 ) -> dict[str, dict[str, object]]:
     """Return what the model declares of names that the call does not take, and what it hears by;
     an error about the others."""
-    from everystep.requests.pictures import prompt_names
+    from everystep.requests.pictures import prompt_names  # imports torch
 
     declared = {*subject.inputs, *prompt_names(subject)}
     named: dict[str, object] = {}

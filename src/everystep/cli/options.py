@@ -94,8 +94,7 @@ OPTIONS = {
 }
 """The options that stand for keywords, by name."""
 _RENAMED = {one.keyword: name for name, one in OPTIONS.items() if one.keyword is not None}
-_NOT_CHOSEN_WITH = ("seed", "schema", "regex", "grammar", "choices")
-"""Those that say nothing of how tokens are chosen."""
+_FOLLOWED = tuple(name for name, one in OPTIONS.items() if one.panel == _FOLLOWING)
 
 
 def takes(*names: str, **defaults: object) -> Callable[[Command], Command]:
@@ -161,7 +160,7 @@ def decoding(said: Mapping[str, Any]) -> dict[str, Any]:
     package's. Raise RequestError if a value is impossible, in conflict with another, or without
     effect.
     """
-    chosen = {name: one for name, one in said.items() if name not in _NOT_CHOSEN_WITH}
+    chosen = {name: one for name, one in said.items() if name not in ("seed", *_FOLLOWED)}
     given = keywords(chosen)
     if "force_words_ids" in given:
         given["force_words_ids"] = _NOT_READ_YET
@@ -177,8 +176,7 @@ def decoding(said: Mapping[str, Any]) -> dict[str, Any]:
 def following(said: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `generate()` that say what an answer follows, of what was said: files
     are read."""
-    asked = {name: one for name, one in said.items() if OPTIONS[name].panel == _FOLLOWING}
-    given = keywords(asked)
+    given = keywords({name: said[name] for name in _FOLLOWED})
     given |= {name: read_text(one) for name, one in given.items() if isinstance(one, Path)}
     if len(given) > 1:
         named = " and ".join(f"--{name}" for name in given)

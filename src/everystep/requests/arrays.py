@@ -77,8 +77,8 @@ def read_ids(given: object, name: str, *, empty: bool = False) -> np.ndarray:
 
 
 def require_known(ids: np.ndarray, vocabulary: int | None, name: str) -> None:
-    """Refuse an id outside the vocabulary; where it is None, one below 0 alone, as where something
-    else is read in place of the ids."""
+    """Refuse an id outside the vocabulary; without one, an id below 0 alone, as where something else
+    is read in place of the ids."""
     if not ids.size:
         return
     low, high = int(ids.min()), int(ids.max())
@@ -295,7 +295,7 @@ def read_hooks(value: object) -> tuple[Hook, ...]:
 
 
 def _stranger(listed: object, belongs: Callable[[object], bool]) -> object:
-    """Return the first that does not belong into a list; the value itself where it is none."""
+    """Return the first that does not belong in a list; the value itself where it is none."""
     each = listed if isinstance(listed, list | tuple) else ()
     return next((one for one in each if not belongs(one)), listed)
 

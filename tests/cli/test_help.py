@@ -13,7 +13,9 @@ from rich.cells import cell_len
 from everystep import __version__
 from everystep.cli.app import app
 from everystep.cli.completion import SCRIPTS
+from everystep.cli.options import OPTIONS, keyword_of
 from everystep.config.named_strategies import NAMED
+from everystep.requests.door import KEYWORDS
 from tests.cli.running import Caller, everystep, run
 from tests.reading import ROOT
 
@@ -76,6 +78,16 @@ def test_every_option_says_what_it_does() -> None:
         if not parameter.help
     ]
     assert silent == []
+
+
+def test_options_for_keywords_say_what_the_table_says() -> None:
+    commands = TREE.commands  # type: ignore[attr-defined]
+    found = {one.name: one for name in ("generate", "chat") for one in commands[name].params}
+    own = {name for name, option in OPTIONS.items() if option.meaning is not None}
+    assert {name for name in found if name in KEYWORDS} <= OPTIONS.keys() <= found.keys()
+    assert own == {"strategy", "strategy_option"}
+    for name in OPTIONS.keys() - own:
+        assert found[name].help.startswith(KEYWORDS[keyword_of(name)].line)
 
 
 def test_help_and_guide_name_every_strategy(call: Caller) -> None:

@@ -24,9 +24,7 @@ _USUAL = (1, 8, 32)
 
 def bench(
     context: typer.Context,
-    model: Annotated[
-        str, typer.Argument(metavar="[MODEL]", help="A name, a folder, a .gguf file or a hub id.")
-    ] = (DEFAULT_MODEL),
+    model: o.ModelArgument = DEFAULT_MODEL,
     prompt_tokens: Annotated[
         int, typer.Option("--prompt-tokens", metavar="N", min=1, help="Length of the prompt.")
     ] = 512,

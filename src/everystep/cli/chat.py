@@ -7,12 +7,13 @@ line that starts with a slash is a command, with two slashes a message that star
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from everystep.cli import lines
 from everystep.cli import options as o
+from everystep.cli.chat_settings import SETTINGS
 from everystep.cli.conversation import USUAL_LENGTH, Conversation
 from everystep.cli.loading import load
 from everystep.cli.prompts import require_template
@@ -23,6 +24,7 @@ from everystep.errors import EverystepError
 from everystep.files.sources import DEFAULT_MODEL, SourceSettings
 
 
+@o.takes(*SETTINGS, max_new_tokens=USUAL_LENGTH)
 def chat(
     context: typer.Context,
     message: Annotated[
@@ -32,47 +34,29 @@ def chat(
         ),
     ] = None,
     system: o.System = None,
-    max_new_tokens: o.MaxNewTokens = USUAL_LENGTH,
-    do_sample: o.DoSample = None,
-    temperature: o.Temperature = None,
-    top_k: o.TopK = None,
-    top_p: o.TopP = None,
-    min_p: o.MinP = None,
-    seed: o.Seed = None,
-    repetition_penalty: o.RepetitionPenalty = None,
-    stop: o.Stop = None,
+    *,
     model: o.Model = DEFAULT_MODEL,
     dtype: o.DtypeOption = None,
     quantize: o.Quantize = None,
     cache_dtype: o.CacheDtypeOption = None,
     device: o.Device = "cpu",
     offline: o.Offline = False,
+    **said: Any,
 ) -> None:
     """Talk to a model; /help shows what can be said beside messages. With MESSAGE, answer it.
 
     Ctrl-C stops an answer, Ctrl-D or /exit ends the chat. From a pipe, each line is a message;
     beside MESSAGE, text from a pipe or a file follows it after a blank line.
     """
-    chosen = {
-        "max_new_tokens": max_new_tokens,
-        "do_sample": do_sample,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "stop_strings": stop or None,
-    }
-    decoding = o.decoding(**chosen)
+    decoding, seed = o.decoding(said), said.pop("seed")
     text = None if message is None else read_prompt(message, None)
     offline = offline or context.obj
     loaded, tokenizer = load(model, dtype, quantize, cache_dtype, device, offline)
     require_template(tokenizer, "a chat")
     defaults = loaded.chat_defaults
     o.note_seed(loaded, defaults.completed(decoding, loaded.generation_config), seed)
-    said = {name: value for name, value in chosen.items() if value is not None}
     system = defaults.system if system is None else system
-    conversation = Conversation(loaded, tokenizer, said, seed, system)
+    conversation = Conversation(loaded, tokenizer, o.keywords(said), seed, system)
     if text is not None:
         conversation.ask(text)
     elif is_terminal(sys.stdin) and is_terminal(sys.stdout):

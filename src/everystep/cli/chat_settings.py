@@ -7,12 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from everystep.cli.conversation import USUAL_LENGTH, Conversation
-from everystep.cli.options import judged
+from everystep.cli.options import judged, keyword_of, kind_of
 from everystep.errors import RequestError, nearest, shown
-
-
-def _whole(text: str) -> int:
-    return int(text)
 
 
 def _switch(text: str) -> bool:
@@ -30,19 +26,18 @@ def _texts(text: str) -> list[str]:
     return [value if isinstance(value, str) else text]
 
 
-KINDS: Mapping[str, tuple[Callable[[str], Any], str]] = {
-    "do_sample": (_switch, "true or false"),
-    "temperature": (float, "a number"),
-    "top_k": (_whole, "a whole number"),
-    "top_p": (float, "a number"),
-    "min_p": (float, "a number"),
-    "seed": (_whole, "a whole number"),
-    "max_new_tokens": (_whole, "a whole number"),
-    "repetition_penalty": (float, "a number"),
-    "stop": (_texts, "a text, or a list of texts in JSON"),
+SETTINGS = (
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "seed"),
+    *("max_new_tokens", "repetition_penalty", "stop"),
+)
+"""The options that can be changed in a chat."""
+_READ: Mapping[object, tuple[Callable[[str], Any], str]] = {
+    bool: (_switch, "true or false"),
+    int: (int, "a whole number"),
+    float: (float, "a number"),
+    list[str]: (_texts, "a text, or a list of texts in JSON"),
 }
-"""The settings: how the value of each is read, and what that is called."""
-_FIELDS = {"stop": "stop_strings"}
+"""By type: how a value is read, and what that is called."""
 
 
 def change(conversation: Conversation, name: str, text: str) -> None:
@@ -51,9 +46,9 @@ def change(conversation: Conversation, name: str, text: str) -> None:
     Raise RequestError, and change nothing, for an unknown name and for a value that is impossible
     or goes with another one that is set.
     """
-    if name not in KINDS:
-        close = nearest(name, KINDS)
-        do = f"Perhaps {close} is meant" if close else f"There are {', '.join(KINDS)}"
+    if name not in SETTINGS:
+        close = nearest(name, SETTINGS)
+        do = f"Perhaps {close} is meant" if close else f"There are {', '.join(SETTINGS)}"
         raise RequestError(f"there is nothing called {name!r} to set", do=do)
     if not text:
         return
@@ -63,14 +58,14 @@ def change(conversation: Conversation, name: str, text: str) -> None:
         return
     if name == "max_new_tokens" and value is None:
         value = USUAL_LENGTH
-    said = {**conversation.said, _FIELDS.get(name, name): value}
+    said = {**conversation.said, keyword_of(name): value}
     said = {one: known for one, known in said.items() if known is not None}
     judged(said)
     conversation.said = said
 
 
 def _read(name: str, text: str) -> Any:
-    read, kind = KINDS[name]
+    read, kind = _READ[kind_of(name)]
     try:
         return read(text)
     except (ValueError, KeyError) as error:
@@ -80,8 +75,8 @@ def _read(name: str, text: str) -> Any:
 def shown_settings(conversation: Conversation, name: str = "") -> list[str]:
     """Return what is set, one line each, or the one of this name; the rest is the model's own."""
     values = {**conversation.settings, "seed": conversation.seed}
-    names = [name] if name else list(KINDS)
-    return [f"{one} {_word(values.get(_FIELDS.get(one, one)))}" for one in names]
+    names = (name,) if name else SETTINGS
+    return [f"{one} {_word(values.get(keyword_of(one)))}" for one in names]
 
 
 def _word(value: Any) -> str:

@@ -64,7 +64,7 @@ def exit_code_of(action: Callable[[], None]) -> int:
 
 
 def _reading(error: Exception) -> tuple[int, str, str]:
-    """Exit code, what is wrong, and where to go from there (or nothing)."""
+    """Return exit code, what is wrong, and where to go from there (or nothing)."""
     if isinstance(error, _ClickException):
         context = error.ctx if isinstance(error, _UsageError) else None
         hint = f"`{context.command_path} --help` shows what there is." if context else ""

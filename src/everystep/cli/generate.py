@@ -11,7 +11,6 @@ import typer
 
 import everystep as es
 from everystep.cli import options as o
-from everystep.cli.grammars import Choices, GrammarFile, Regex, Schema, following
 from everystep.cli.loading import load
 from everystep.cli.pages import Lines, Page, Reasoning, asked_page
 from everystep.cli.prompts import CommandPrompt
@@ -37,6 +36,7 @@ _AsJsonl = Annotated[
 ]
 
 
+@o.takes(*o.OPTIONS, max_new_tokens=512)
 def generate(
     context: typer.Context,
     prompt: Annotated[
@@ -47,27 +47,7 @@ def generate(
     ] = None,
     as_message: o.AsMessage = False,
     system: o.System = None,
-    max_new_tokens: o.MaxNewTokens = 512,
-    strategy: o.Strategy = None,
-    strategy_option: o.StrategyOption = None,
-    do_sample: o.DoSample = None,
-    temperature: o.Temperature = None,
-    top_k: o.TopK = None,
-    top_p: o.TopP = None,
-    min_p: o.MinP = None,
-    seed: o.Seed = None,
-    num_beams: o.NumBeams = None,
-    force_words: o.ForceWords = None,
-    best_of: o.BestOf = None,
-    num_return_sequences: o.NumReturnSequences = None,
-    repetition_penalty: o.RepetitionPenalty = None,
-    stop: o.Stop = None,
-    assistant: o.Assistant = None,
-    assistant_early_exit: o.EarlyExit = None,
-    schema: Schema = None,
-    regex: Regex = None,
-    grammar: GrammarFile = None,
-    choices: Choices = None,
+    *,
     page: Page = None,
     lines: Lines = None,
     reasoning: Reasoning = False,
@@ -82,13 +62,14 @@ def generate(
     cache_dtype: o.CacheDtypeOption = None,
     device: o.Device = "cpu",
     offline: o.Offline = False,
+    **said: Any,
 ) -> None:
     """Continue PROMPT, or with --chat answer it.
 
     Without PROMPT and --file the prompt is read from standard input; beside them, text from a pipe
     or a file follows the prompt after a blank line.
     """
-    form = chosen_form(as_json, as_jsonl, several=(num_return_sequences or 1) > 1)
+    form = chosen_form(as_json, as_jsonl, several=(said["num_return_sequences"] or 1) > 1)
     about_page = asked_page(page, lines, reasoning, system)
     if resume is not None:
         prompts = {"PROMPT": prompt, "--file": file, "--page": page}
@@ -98,31 +79,14 @@ def generate(
         # A run that is not there is an error of its own.
         if written is not None and (written != resume or resume.exists()):
             require_writable(written)
-    decoding = o.decoding(
-        strategy=strategy,
-        strategy_option=strategy_option,
-        max_new_tokens=max_new_tokens,
-        do_sample=do_sample,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        num_beams=num_beams,
-        force_words_ids=o.unread(force_words),
-        best_of=best_of,
-        assistant_model=assistant,
-        assistant_early_exit=assistant_early_exit,
-        num_return_sequences=num_return_sequences,
-        repetition_penalty=repetition_penalty,
-        stop_strings=stop or None,
-    )
-    decoding |= following(schema, regex, grammar, choices)
+    decoding, seed = o.decoding(said), said["seed"]
+    decoding |= o.following(said)
     text = "" if resume is not None else read_prompt(prompt, file)
     asked = CommandPrompt(text, as_message, system, about_page)
     started = time.perf_counter()
     how = (dtype, quantize, cache_dtype, device, offline or context.obj)
     loaded, tokenizer = load(model, *how)
-    decoding |= o.forced_words(force_words, tokenizer)
+    decoding |= o.forced_words(said["force_words"], tokenizer)
     drafting = _drafting(decoding.pop("assistant_model", None), how)
     ready = time.perf_counter()
     in_hands = any(one is not None for one in (save, resume, trace))

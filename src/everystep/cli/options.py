@@ -1,56 +1,187 @@
 """Options that several commands share, declared once, and the choices they lead to.
 
-Names and meanings are those of `generate()`, with hyphens. Which values go together is judged by
-`GenerationConfig`, before any model is loaded.
+An option that stands for a keyword of `generate()` has its type and its meaning from the table of
+`requests/door.py`. Which values go together is judged by `GenerationConfig`, before any model is
+loaded.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, Any
+from inspect import Parameter
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from everystep.cli.terminal import note
+from everystep.cli.user_input import read_text
 from everystep.config import FIELDS, GenerationConfig
 from everystep.config.named_strategies import NAMED, is_named, with_named
 from everystep.errors import RequestError, shown
+from everystep.requests.door import KEYWORDS
 
 Dtype = StrEnum("Dtype", "float64 float32 bfloat16 float16")
 Rounding = StrEnum("Rounding", "int8 int4")
 CacheDtype = StrEnum("CacheDtype", "float32 float16 int8")
+Command = TypeVar("Command", bound=Callable[..., None])
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "best_of")
-_OPTIONS = {
-    "stop_strings": "--stop",
-    "force_words_ids": "--force-words",
-    "assistant_model": "--assistant",
+_SHAPING = ("temperature", "top_k", "top_p", "min_p", "best_of")
+_NOT_READ_YET = [[0]]
+"""The ids of forced texts until a tokenizer is loaded; the options are judged before that."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option for a keyword of `generate()`: all that the table does not say of it.
+
+    `panel`: where --help shows it. `metavar`: what its value is called there, None for a switch.
+    `keyword`: the keyword, where the option has another name. `repeats`: it may be given several
+    times. `kind`, `meaning`: in place of the table's. `short`: another name. `least`: the smallest
+    value.
+    """
+
+    panel: str
+    metavar: str | None
+    keyword: str | None = None
+    _: KW_ONLY
+    repeats: bool = False
+    kind: type | None = None
+    meaning: str | None = None
+    short: str | None = None
+    least: int | None = None
+
+
+_SAMPLING = "Sampling; each of temperature, top-k, top-p and min-p turns it on"
+_LENGTH = "Length, search and penalties"
+_DRAFTING = "Speculation: the same answer, sooner"
+_FOLLOWING = "Structured output; one of these"
+_MADE_WITH = KEYWORDS["strategy_options"].line
+_KINDS = {"bool": bool, "int": int, "float": float}
+
+OPTIONS = {
+    "max_new_tokens": Option(_LENGTH, "N", short="-n", least=1),
+    "strategy": Option(
+        _LENGTH, "NAME", meaning=f"{', '.join(NAMED)}, or one from an installed package."
+    ),
+    "strategy_option": Option(_LENGTH, "NAME=VALUE", repeats=True, meaning=_MADE_WITH),
+    "do_sample": Option(_SAMPLING, None),
+    "temperature": Option(_SAMPLING, "T"),
+    "top_k": Option(_SAMPLING, "K"),
+    "top_p": Option(_SAMPLING, "P"),
+    "min_p": Option(_SAMPLING, "P"),
+    "seed": Option(_SAMPLING, "N"),
+    "num_beams": Option(_LENGTH, "N"),
+    "force_words": Option(_LENGTH, "TEXT", "force_words_ids", repeats=True),
+    "best_of": Option(_LENGTH, "N"),
+    "num_return_sequences": Option(_LENGTH, "N"),
+    "repetition_penalty": Option(_LENGTH, "R"),
+    "stop": Option(_LENGTH, "TEXT", "stop_strings", repeats=True),
+    "assistant": Option(_DRAFTING, "MODEL", "assistant_model"),
+    "assistant_early_exit": Option(_DRAFTING, "N"),
+    "schema": Option(_FOLLOWING, "FILE", kind=Path),
+    "regex": Option(_FOLLOWING, "PATTERN"),
+    "grammar": Option(_FOLLOWING, "FILE", kind=Path),
+    "choices": Option(_FOLLOWING, "TEXT", repeats=True),
 }
-"""Fields whose option has another name."""
+"""The options that stand for keywords, by name."""
+_RENAMED = {one.keyword: name for name, one in OPTIONS.items() if one.keyword is not None}
+_FOLLOWED = tuple(name for name, one in OPTIONS.items() if one.panel == _FOLLOWING)
 
 
-def decoding(**said: Any) -> dict[str, Any]:
-    """Return the arguments of `generate()` that options stand for.
+def takes(*names: str, **defaults: object) -> Callable[[Command], Command]:
+    """Return what gives a command these options, with these defaults, None for the others.
+
+    They stand before the parameters that it has by name alone, and arrive as its `**said`.
+    """
+
+    def given(command: Command) -> Command:
+        signature = inspect.signature(command, eval_str=True)
+        own = [p for p in signature.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+        alone = Parameter.KEYWORD_ONLY
+        added = [
+            Parameter(name, alone, default=defaults.get(name), annotation=_annotation(name))
+            for name in names
+        ]
+        before = [p for p in own if p.kind is not alone]
+        whole = [*before, *added, *(p for p in own if p.kind is alone)]
+        command.__signature__ = signature.replace(parameters=whole)  # type: ignore[attr-defined]
+        return command
+
+    return given
+
+
+def kind_of(name: str) -> Any:
+    """Return the type of an option's values."""
+    one = OPTIONS[name]
+    if one.repeats:
+        return list[str]
+    return one.kind or _KINDS.get(KEYWORDS[keyword_of(name)].type.partition(" | ")[0], str)
+
+
+def keyword_of(name: str) -> str:
+    """Return the keyword that an option stands for."""
+    return OPTIONS[name].keyword or name
+
+
+def _annotation(name: str) -> Any:
+    """Return what typer reads of an option."""
+    one, typed = OPTIONS[name], f"--{name.replace('_', '-')}"
+    if one.metavar is None:
+        typed = f"{typed}/--no-{typed[2:]}"
+    option = typer.Option(
+        *(typed, one.short) if one.short else (typed,),
+        metavar=one.metavar,
+        min=one.least,
+        help=(one.meaning or KEYWORDS[keyword_of(name)].line) + " Repeatable." * one.repeats,
+        rich_help_panel=one.panel,
+    )
+    return Annotated[kind_of(name) | None, option]
+
+
+def keywords(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was said with options as keywords of `generate()`."""
+    return {keyword_of(name): one for name, one in said.items() if one is not None and one != []}
+
+
+def decoding(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `generate()` that say how tokens are chosen, of what was said.
 
     What is None is left to the model's own generation config, an option of sampling turns sampling
     on, and the name of a strategy becomes its settings, or stays a name if the strategy is another
     package's. Raise RequestError if a value is impossible, in conflict with another, or without
     effect.
     """
-    given = {name: value for name, value in said.items() if value is not None}
+    chosen = {name: one for name, one in said.items() if name not in ("seed", *_FOLLOWED)}
+    given = keywords(chosen)
+    if "force_words_ids" in given:
+        given["force_words_ids"] = _NOT_READ_YET
     strategy = given.pop("strategy", None)
     own = _own_strategy(strategy, given.pop("strategy_option", None))
-    with spelled_as_typed(said):
+    with spelled_as_typed(map(keyword_of, chosen)):
         if strategy is not None and not own:
             given = with_named(strategy, given)
         given = judged(given)
     return own | given
+
+
+def following(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `generate()` that say what an answer follows, of what was said: files
+    are read."""
+    given = keywords({name: said[name] for name in _FOLLOWED})
+    given |= {name: read_text(one) for name, one in given.items() if isinstance(one, Path)}
+    if len(given) > 1:
+        named = " and ".join(f"--{name}" for name in given)
+        raise typer.BadParameter(f"{named} were both given; give one of them")
+    return given
 
 
 def judged(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,7 +190,7 @@ def judged(given: Mapping[str, Any]) -> dict[str, Any]:
     It is off where the temperature is 0. Raise RequestError if a value is impossible, in conflict
     with another, or without effect.
     """
-    shaping = [name for name in _SAMPLING if given.get(name) is not None]
+    shaping = [name for name in _SHAPING if given.get(name) is not None]
     whole = dict(given)
     if shaping and whole.get("do_sample") is None:
         whole["do_sample"] = whole.get("temperature") != 0
@@ -85,30 +216,21 @@ def spelled_as_typed(names: Iterable[str]) -> Iterator[None]:
 
 def typed_fields(options: Iterable[str]) -> list[str]:
     """Return the fields that these options set, but for names that are ordinary words."""
-    return [name for name in (*options, *_OPTIONS) if "_" in name]
+    return [name for name in (*options, *_RENAMED) if "_" in name]
 
 
 def as_typed(text: str, names: Iterable[str]) -> str:
     """Return the text with fields of these names spelled as typed: `--top-k 5` for `top_k=5`."""
     for name in sorted(names, key=len, reverse=True):
-        option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
+        option = f"--{_RENAMED.get(name, name).replace('_', '-')}"
         if name == "do_sample":
             text = text.replace("do_sample=True", option)
             text = text.replace("do_sample=False", "--no-do-sample")
         if name == "force_words_ids":
-            text = text.replace(f"{name}={unread([''])}", option)
+            text = text.replace(f"{name}={_NOT_READ_YET}", option)
         text = re.sub(rf"(?<![-\w]){name}=(\S+?)(?=[.,;]?(\s|$))", rf"{option} \1", text)
         text = re.sub(rf"(?<![-\w]){name}(?![-\w])", option, text)
     return text
-
-
-def unread(texts: Sequence[str] | None) -> list[list[int]] | None:
-    """Return what stands for the ids of forced texts until a tokenizer is loaded; None without
-    texts.
-
-    So the options can be judged before that.
-    """
-    return [[0]] if texts else None
 
 
 def forced_words(texts: Sequence[str] | None, tokenizer: Any) -> dict[str, Any]:
@@ -179,20 +301,13 @@ def _device_name(text: str) -> str:
     return text
 
 
-_sampling = partial(
-    typer.Option,
-    rich_help_panel="Sampling; each of temperature, top-k, top-p and min-p turns it on",
-)
-_search = partial(typer.Option, rich_help_panel="Length, search and penalties")
-_drafting = partial(typer.Option, rich_help_panel="Speculation: the same answer, sooner")
 _model = partial(typer.Option, rich_help_panel="Model")
+_SOURCE = "A name, a folder, a .gguf file or a hub id."
 _message = partial(typer.Option, rich_help_panel="A message through the model's chat template")
 
 Offline = Annotated[bool, _model("--offline", help="Never use the network.")]
-Model = Annotated[
-    str,
-    _model("--model", "-m", metavar="MODEL", help="A name, a folder, a .gguf file or a hub id."),
-]
+Model = Annotated[str, _model("--model", "-m", metavar="MODEL", help=_SOURCE)]
+ModelArgument = Annotated[str, typer.Argument(metavar="[MODEL]", help=_SOURCE)]
 DtypeOption = Annotated[
     Dtype | None,
     _model("--dtype", metavar="DTYPE", help=f"{', '.join(Dtype)}; by default what the file says."),
@@ -215,107 +330,6 @@ Device = Annotated[
     str,
     _model(
         "--device", metavar="DEVICE", callback=_device_name, help="cpu, cuda, cuda:1, and so on."
-    ),
-]
-DoSample = Annotated[
-    bool | None,
-    _sampling(
-        "--do-sample/--no-do-sample",
-        help="Sample tokens instead of taking the best; by default as the model's settings say.",
-    ),
-]
-Temperature = Annotated[
-    float | None,
-    _sampling(
-        "--temperature", metavar="T", help="Below 1 more predictable, above 1 less so; 0 is greedy."
-    ),
-]
-TopK = Annotated[
-    int | None,
-    _sampling("--top-k", metavar="K", help="Sample from the K most probable tokens; 0 means all."),
-]
-TopP = Annotated[
-    float | None,
-    _sampling(
-        "--top-p",
-        metavar="P",
-        help="Sample from the fewest tokens whose probabilities add up to P.",
-    ),
-]
-MinP = Annotated[
-    float | None,
-    _sampling(
-        "--min-p",
-        metavar="P",
-        help="Leave out tokens that are less than P times as probable as the best.",
-    ),
-]
-Seed = Annotated[
-    int | None, _sampling("--seed", metavar="N", help="The same N samples the same tokens again.")
-]
-MaxNewTokens = Annotated[
-    int,
-    _search("--max-new-tokens", "-n", min=1, metavar="N", help="Generate at most N tokens."),
-]
-Stop = Annotated[
-    list[str] | None,
-    _search("--stop", metavar="TEXT", help="Stop after this text. Repeatable."),
-]
-NumBeams = Annotated[
-    int | None, _search("--num-beams", metavar="N", help="Search for the best answer with N beams.")
-]
-Strategy = Annotated[
-    str | None,
-    _search(
-        "--strategy",
-        metavar="NAME",
-        help=f"{', '.join(NAMED)}, or one from an installed package.",
-    ),
-]
-StrategyOption = Annotated[
-    list[str] | None,
-    _search(
-        "--strategy-option",
-        metavar="NAME=VALUE",
-        help="An option for a strategy of another package. Repeatable.",
-    ),
-]
-BestOf = Annotated[
-    int | None,
-    _search("--best-of", metavar="N", help="Sample N answers and return the most probable."),
-]
-ForceWords = Annotated[
-    list[str] | None,
-    _search(
-        "--force-words",
-        metavar="TEXT",
-        help="Search for an answer that contains TEXT. Repeatable.",
-    ),
-]
-Assistant = Annotated[
-    str | None,
-    _drafting("--assistant", metavar="MODEL", help="A smaller model that drafts the answer."),
-]
-EarlyExit = Annotated[
-    int | None,
-    _drafting(
-        "--assistant-early-exit",
-        metavar="N",
-        help="Draft the answer with the first N layers of the model.",
-    ),
-]
-NumReturnSequences = Annotated[
-    int | None,
-    _search(
-        "--num-return-sequences", metavar="N", help="Return N answers; needs sampling or beams."
-    ),
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    _search(
-        "--repetition-penalty",
-        metavar="R",
-        help="Above 1, tokens that already occurred become less probable.",
     ),
 ]
 AsMessage = Annotated[

@@ -19,9 +19,7 @@ from everystep.files.sources import DEFAULT_MODEL
 
 def verify(
     context: typer.Context,
-    model: Annotated[
-        str, typer.Argument(metavar="[MODEL]", help="A name, a folder, a .gguf file or a hub id.")
-    ] = (DEFAULT_MODEL),
+    model: o.ModelArgument = DEFAULT_MODEL,
     text: Annotated[
         Path | None,
         typer.Option("--text", metavar="FILE", help="Compare what follows FILE's text."),

@@ -9,24 +9,19 @@ from functools import partial
 from torch import Tensor
 
 from everystep.bridge.core import ForeignModel
-from everystep.drivers.healing import (
-    healed,
-)
+from everystep.drivers.healing import healed
 from everystep.executors.choice import encoder_of
 from everystep.nn.network import Heard
 from everystep.requests.features import with_features
 from everystep.requests.inputs import EncoderSource
 from everystep.requests.pictures import with_pictures
-from everystep.requests.prepare import (
-    Call,
-    prepare,
-)
+from everystep.requests.prepare import Call, prepare
 from everystep.requests.subject import Subject
 
 
 def completed(model: Subject, call: Call) -> Call:
-    """The call with what has to be computed before its requests can run: tokens that heal its
-    prompts, and what an encoder makes of them."""
+    """Return the call with what has to be computed before its requests can run: tokens that heal
+    its prompts, and what an encoder makes of them."""
     if call.options.effective.token_healing:
         inputs = healed(model, call.inputs, call.options)
         call = prepare(model, call.options, inputs, runs=call.runs)
@@ -53,8 +48,8 @@ def completed(model: Subject, call: Call) -> Call:
 def encoder_states(
     model: Subject, source: EncoderSource, heard: Sequence[Heard] = ()
 ) -> tuple[Tensor, ...]:
-    """(B,) states (S, E): the caller's, or made of the prompts; `heard`, if any, (B,) gets what the
-    encoder's layers show."""
+    """Return (B,) states (S, E): the caller's, or made of the prompts; `heard`, if any, (B,) gets
+    what the encoder's layers show."""
     core = model.core
     encode = core.encode
     if not isinstance(core, ForeignModel):

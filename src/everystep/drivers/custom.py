@@ -33,14 +33,13 @@ from everystep.requests.subject import Subject
 from everystep.stops.criteria import by_hand
 from everystep.types import Request, Rows, Scores, Sequence, TokenTable
 
-Loop = Callable[..., Any]
+Loop = Callable[..., object]
 
 
 def require_loop(value: object) -> Loop:
-    """The caller's loop; UnsupportedError for the name of a repository."""
+    """Return the caller's loop; UnsupportedError for the name of a repository."""
     if callable(value):
-        loop: Loop = value
-        return loop
+        return value
     raise UnsupportedError(
         "custom_generate names code to be fetched and run, which this library never does",
         wanted="a function of (model, input_ids, logits_processor, stopping_criteria, "
@@ -52,7 +51,7 @@ def require_loop(value: object) -> Loop:
 
 
 def names_of(loop: Loop) -> tuple[str, ...]:
-    """The names of what the loop takes beside the model and its ids."""
+    """Return the names of what the loop takes beside the model and its ids."""
     try:
         return tuple(inspect.signature(loop).parameters)[2:]
     except (TypeError, ValueError) as error:
@@ -61,9 +60,9 @@ def names_of(loop: Loop) -> tuple[str, ...]:
         raise RequestError(what, wanted="a function of Python", got=shown(loop), do=do) from error
 
 
-def run_loop(subject: Subject, call: Call, loop: Loop, given: Arguments) -> Any:
-    """What the caller's loop, which has its model already, makes of the call; it fills the call's
-    cache, if there is one."""
+def run_loop(subject: Subject, call: Call, loop: Loop, given: Arguments) -> object:
+    """Return what the caller's loop makes of the call; it has its model already, and fills the
+    call's cache, if there is one."""
     e = call.options.effective
     width = int(max(e.num_beams or 1, e.num_return_sequences or 1))
     rows = [request for request in call.requests for _ in range(width)]
@@ -75,7 +74,7 @@ def run_loop(subject: Subject, call: Call, loop: Loop, given: Arguments) -> Any:
     offered = {n: one for n, one in offered.items() if n in named and one is not None}
     if "streamer" in offered:
         offered["streamer"].put(ids)
-    cached: dict[str, Any] = {"use_cache": call.cache is not None}
+    cached: dict[str, object] = {"use_cache": call.cache is not None}
     if call.cache is not None:
         passed = given.prompt.past_key_values
         cached["past_key_values"] = subject.core.returned_cache(call.cache, passed)
@@ -92,7 +91,7 @@ def run_loop(subject: Subject, call: Call, loop: Loop, given: Arguments) -> Any:
 
 
 def refuse_unseen(call: Call) -> None:
-    """UnsupportedError for options that a loop outside the engine would never see."""
+    """Refuse options that a loop outside the engine would never see."""
     for name, asked in (
         ("guidance_scale", call.options.effective.guidance_scale not in (None, 1)),
         ("an encoder", call.inputs.source is not None),
@@ -117,8 +116,8 @@ def refuse_unseen(call: Call) -> None:
 
 
 def _process(requests: list[Request], input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
-    """All processors of a call: (R, T) ids and (R, V) scores -> (R, V) scores; a request per
-    row."""
+    """Return (R, V) scores after all processors of a call, from (R, T) ids and (R, V) scores; a
+    request per row."""
     ids = input_ids.cpu().numpy()
     table = TokenTable(lines=len(ids), capacity=max(ids.shape[1], 1))
     sequences = [
@@ -130,7 +129,7 @@ def _process(requests: list[Request], input_ids: Tensor, scores: Tensor, **_: ob
 
 
 def _inputs(call: Call, width: int) -> dict[str, Tensor]:
-    """The mask, and embeddings and positions if they were given, padded on the left."""
+    """Return the mask, and embeddings and positions if they were given, padded on the left."""
     inputs = call.inputs
     gaps = [inputs.prompt_width - (p.length - p.before) for p in inputs.prompts]
     mask = torch.zeros(inputs.batch, inputs.total_width, dtype=torch.int64)
@@ -156,7 +155,8 @@ def _inputs(call: Call, width: int) -> dict[str, Tensor]:
 
 
 def _config(call: Call) -> GenerationConfig:
-    """Every value that holds, with the special ids as tensors beside it, as loops expect them."""
+    """Return every value that holds, with the special ids as tensors beside it, as loops expect
+    them."""
     values = {name: value for name, value in call.options.effective.items() if value is not None}
     visible = call.options.effective.max_length - call.inputs.embeds_width
     config = GenerationConfig(**{**values, "max_length": visible})
@@ -165,8 +165,6 @@ def _config(call: Call) -> GenerationConfig:
         "_pad_token_tensor": call.options.ends.pad,
         "_bos_token_tensor": call.options.effective.bos_token_id,
     }
-    found: dict[str, Any] = {
-        name: None if ids is None else torch.tensor(ids) for name, ids in tensors.items()
-    }
-    config.update(allow_custom_entries=True, **found)
+    for name, ids in tensors.items():
+        config.extra[name] = None if ids is None else torch.tensor(ids)
     return config

@@ -38,7 +38,7 @@ CANCELLED = FinishReason("cancelled")
 
 
 class Mailbox:
-    """What becomes of the requests of one call, which its owner alone reads.
+    """The results of one call's requests as they come in, which its owner alone reads.
 
     `groups`: those of the requests, in their order, as far as they have come in. `events`: what was
     reported of them and not taken yet, in the order of the engine. `most`: how many may wait before
@@ -213,7 +213,7 @@ class Driver:
 
     @contextmanager
     def alone(self) -> Iterator[Engine]:
-        """Nobody steps while the body works with the engine.
+        """Keep others from stepping while the body works with the engine.
 
         RequestError inside of a step of this thread.
         """
@@ -321,7 +321,10 @@ class Driver:
         """Submit the requests of the box, none of which was submitted if one is refused."""
         while not box.begun and box.leaving is None:
             request = box.requests[len(box.groups)]
-            name = self._name_for(request.request_id)
+            name = request.request_id
+            while name in self._boxes:
+                name = f"{request.request_id}.{self._serial}"
+                self._serial += 1
             if name != request.request_id:
                 box.names[name] = request.request_id
                 request = replace(request, request_id=name)
@@ -331,14 +334,6 @@ class Driver:
             except Exception as error:
                 box.error, box.leaving = error, CANCELLED
                 self._end(box)
-
-    def _name_for(self, name: str) -> str:
-        """Return a name that no request of the engine has."""
-        if name not in self._boxes:
-            return name
-        while (other := f"{name}.{self._serial}") in self._boxes:
-            self._serial += 1
-        return other
 
     def _end(self, box: Mailbox) -> None:
         """End what is left of a box that leaves; one in line never begins."""

@@ -163,7 +163,7 @@ class Submission:
 
 
 class Desk:
-    """Where the prompts of one session are handed in, and the threads that read and step them.
+    """The desk where prompts of one session are handed in, with the threads that serve it.
 
     `most_waiting`: how many may wait that have not begun, those that are being read among them;
     None for any number.
@@ -271,7 +271,7 @@ class Desk:
             thread.join()
 
     def require_here(self) -> None:
-        """RequestError in a forked child of the process that the threads run in."""
+        """Refuse a forked child of the process that the threads run in."""
         if self._short is not None and self._process != os.getpid():
             raise RequestError(
                 "this engine runs in the process that this one was forked from",

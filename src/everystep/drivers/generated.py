@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from everystep.engine.decided import results_of
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
@@ -62,7 +61,7 @@ class Generated:
         return f"{self.finish_reason.kind}{beside}"
 
 
-class Results(list[Any]):
+class Results(list[object]):
     """A list of what several prompts became, which a notebook shows as a table."""
 
     def _repr_html_(self) -> str:
@@ -71,7 +70,7 @@ class Results(list[Any]):
         return table(("prompt", *(_HEAD if wide else _HEAD[:1])), rows)
 
     def _rows(self) -> Iterator[tuple[object, ...]]:
-        """The number of its prompt and its cells, for each continuation."""
+        """Yield the number of its prompt and its cells, for each continuation."""
         for number, one in enumerate(self):
             for result in one if isinstance(one, list) else (one,):
                 cells = result._cells if isinstance(result, Generated) else (result,)
@@ -80,8 +79,8 @@ class Results(list[Any]):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """How what became of a prompt is given back: by the options it was asked with, as text where
-    there is a tokenizer."""
+    """The form in which a prompt is answered: by the options it was asked with, as text where there
+    is a tokenizer."""
 
     options: Options
     tokenizer: TokenizerLike | None
@@ -116,12 +115,13 @@ class Reply:
         ids = tuple(int(token) for token in tokens)
         return Generated(self.text(ids), ids, FinishReason("error", error), 0.0, prompt)
 
-    def shaped(self, group: Group) -> Any:
+    def shaped(self, group: Group) -> object:
         """Return what `generate` gives for a group that has ended."""
-        values: list[Any] = list(self.generated(group))
+        results = self.generated(group)
+        values: list[object] = [*results]
         if group.error is None and not self.options.effective.return_dict_in_generate:
             plain = self.tokenizer is None
-            values = [list(one.tokens) if plain else one.text for one in values]
+            values = [list(one.tokens) if plain else one.text for one in results]
         return values[0] if len(values) == 1 else values
 
     def trim(self, request: Request) -> tuple[tuple[str, ...], str] | None:

@@ -34,7 +34,7 @@ STAYS = 1.0
 
 
 def healed(model: Subject, inputs: Inputs, options: Options) -> Inputs:
-    """The prompts with their last tokens chosen anew by the model, padded on the left."""
+    """Return the prompts with their last tokens chosen anew by the model, padded on the left."""
     known = options.tokenizer.get_vocab()
     vocabulary = {piece: token for piece, token in known.items() if token < model.vocab_size}
     read = [prompt.ids.tolist() for prompt in inputs.prompts if prompt.ids is not None]
@@ -47,7 +47,8 @@ def healed(model: Subject, inputs: Inputs, options: Options) -> Inputs:
 
 
 def _stripped(ids: list[int], tokenizer: Any) -> list[int]:
-    """The ids without white space at the end of their text, encoded anew where there was some."""
+    """Return the ids without white space at the end of their text, encoded anew where there was
+    some."""
     special = set(tokenizer.all_special_ids)
     start = next((i + 1 for i in range(len(ids) - 1, -1, -1) if ids[i] in special), 0)
     text = tokenizer.decode(ids[start:])
@@ -71,7 +72,7 @@ def _healed_row(model: Subject, ids: list[int], vocabulary: dict[str, int], pad:
 
 
 def _continuations(last: int, vocabulary: dict[str, int]) -> dict[tuple[int, ...], float]:
-    """The bias of every token whose spelling begins with that of `last`."""
+    """Return the bias of every token whose spelling begins with that of `last`."""
     spelling = next((piece for piece, token in vocabulary.items() if token == last), None)
     if spelling is None:
         return {}

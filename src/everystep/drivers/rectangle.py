@@ -27,6 +27,7 @@ from everystep.outputs import (
     GenerateBeamEncoderDecoderOutput,
     GenerateDecoderOnlyOutput,
     GenerateEncoderDecoderOutput,
+    Output,
 )
 from everystep.requests.arrays import require
 from everystep.requests.caches import fill_cache, hide_past, read_cache, with_seen
@@ -41,16 +42,16 @@ from everystep.requests.subject import Subject
 from everystep.streamers import Delivery, Wording
 from everystep.types import Event, Finished, Group
 
-_READ_OUT = 512  # positions whose logits are read out at once for prompt_logprobs
+_READ_OUT = 512  # positions whose logits, (positions, V), are read out at once for prompt_logprobs
 
 
 def generate(model: Subject, given: Arguments) -> Any:
-    """New tokens after every row; a (rows, length) tensor, or an output object on request.
+    """Return new tokens after every row: a (rows, length) tensor, or an output object on request.
 
     `given`: what was passed to `model.generate`.
     """
     beside = given.beside
-    streamer: Any = beside.streamer
+    streamer = beside.streamer
     if streamer is not None:
         require("streamer", streamer, "put", "end")
     loop = None if beside.custom_generate is None else require_loop(beside.custom_generate)
@@ -73,8 +74,7 @@ def generate(model: Subject, given: Arguments) -> Any:
 
 
 def read_call(model: Subject, given: Arguments) -> tuple[Options, Inputs, Cache | None]:
-    """What the arguments of a call say: its options, its inputs, and the cache that it continues
-    from."""
+    """Return the options of a call, its inputs, and the cache that it continues from."""
     prompt = given.prompt
     options = read_options(model, given, given.beside.tokenizer)
     if options.recording is not NO_RECORDING:
@@ -95,7 +95,8 @@ def read_call(model: Subject, given: Arguments) -> tuple[Options, Inputs, Cache 
 
 
 def _padding_notices(ids: object, ends: Ends) -> tuple[str, ...]:
-    """The warning to a caller whose prompts look padded in a way that cannot be recognised."""
+    """Return the warning to a caller whose prompts look padded in a way that cannot be
+    recognised."""
     if ids is None or ends.pad not in ends.eos:
         return ()
     edges = torch.as_tensor(ids)[:, [0, -1]] == ends.pad
@@ -124,7 +125,7 @@ def _delivery(call: Call, streamer: object) -> Delivery:
     return Delivery(streamer, rows, returns, fill, Wording(tokenizer))
 
 
-def _run(model: Subject, call: Call, delivery: Delivery | None, passed: object) -> Any:
+def _run(model: Subject, call: Call, delivery: Delivery | None, passed: object) -> Tensor | Output:
     e = call.options.effective
     cached, returned = e.use_cache is not False, e if e.return_dict_in_generate else None
     collector = Collector(
@@ -140,7 +141,8 @@ def _run(model: Subject, call: Call, delivery: Delivery | None, passed: object) 
     whole = collector.captures or not cached
     chunk: int | None = None if whole else e.prefill_chunk_size
     if call.options.recording.prompt_logprobs is not None and not whole:
-        chunk = _chunk(chunk, call.inputs.batch)
+        most = max(1, _READ_OUT // call.inputs.batch)
+        chunk = min(most, chunk or most)
     lockstep = Lockstep(chunk=chunk, shares=cached)
     needs = frozenset().union(*(request.needs for request in call.requests))
     executor = model.executor(needs, call.quantization)
@@ -158,16 +160,15 @@ def _run(model: Subject, call: Call, delivery: Delivery | None, passed: object) 
     # What callers get they may change in place and learn from, as tensors of inference mode forbid.
     with ordinary_mode(), torch.no_grad():
         own = fill_cache(call.cache, call.inputs, groups)
-        past = None if own is None else model.core.returned_cache(own, passed)
+        past: object = None if own is None else model.core.returned_cache(own, passed)
+        if own is not None and call.options.recording.legacy_cache:
+            past = own.to_legacy_cache()
         finished = [done for group in groups for done in results_of(group)]
         returns, fill = call.strategy.returns, call.options.ends.fill
         sequences = _sequences(prompts, returns, fill, finished, model.device)
         if not e.return_dict_in_generate:
             return sequences
-        out = _output(call, sequences, groups, finished, collector)
-    out.past_key_values = past
-    if own is not None and call.options.recording.legacy_cache:
-        out.past_key_values = own.to_legacy_cache()
+        out = _output(call, sequences, groups, finished, collector, past)
     out.timings = timings
     if call.requests[0].drafter is not None:
         counts, gained = engine.counts, engine.gained_seconds
@@ -176,19 +177,12 @@ def _run(model: Subject, call: Call, delivery: Delivery | None, passed: object) 
     return out
 
 
-def _chunk(asked: int | None, rows: int) -> int:
-    """How many positions of a row are fed at once where its prompt's logprobs are wanted: it is
-    read out at every position, (positions, V) logits a step, so those are bounded."""
-    bound = max(1, _READ_OUT // rows)
-    return bound if asked is None else min(bound, asked)
-
-
 def _loop(
     driver: Driver, box: Mailbox, follow: Callable[[list[Event]], None] | None, *, cached: bool
 ) -> dict[str, float]:
     """Step until the rows are over; without a cache, every step feeds everything again.
 
-    Returns how long it took until every row had its first token, and from there on. Raises the
+    Return how long it took until every row had its first token, and from there on. Raise the
     error of a row that ended by one.
     """
     begin = time.perf_counter()
@@ -238,7 +232,8 @@ def _output(
     groups: list[Group],
     finished: list[Finished],
     collector: Collector,
-) -> Any:
+    past: object,
+) -> Output:
     """Return transformers' output object for this kind of model and strategy, with our extras."""
     e, inputs, tokenizer = call.options.effective, call.inputs, call.options.tokenizer
     beams = not call.strategy.streams  # then it keeps paths of beams
@@ -271,6 +266,7 @@ def _output(
     fields["prompt_length"] = inputs.prompt_width
     fields["cached_tokens"] = [group.cached_tokens for group in groups]
     fields["effective_config"] = e
+    fields["past_key_values"] = past
     if inputs.source is None:
         fields |= {"hidden_states": layers, "attentions": attentions}
         return (GenerateBeamDecoderOnlyOutput if beams else GenerateDecoderOnlyOutput)(**fields)
@@ -282,21 +278,22 @@ def _output(
 
 def _encoder_fields(
     call: Call, source: EncoderSource, collector: Collector, steps: slice
-) -> dict[str, Any]:
-    """What the rows' encoders showed, each at its place in the rectangle that was passed."""
+) -> dict[str, object]:
+    """Return what the rows' encoders showed, each at its place in the rectangle that was passed."""
     e = call.options.effective
     starts = [int(place[0]) for place in source.places]
     width = source.width or max(int(place[-1]) + 1 for place in source.places)
 
     def placed(rows: list[list[Tensor]], axes: int) -> tuple[Tensor, ...]:
-        """Per layer, (1, ..., S, ...) of every row -> one tensor; the S of `axes` axes grow."""
+        """Return a tensor per layer from (1, ..., S, ...) of every row; the S of `axes` axes
+        grow."""
         grown = [
             [_grown(layer, start, width, axes) for layer in layers]
             for layers, start in zip(rows, starts, strict=True)
         ]
         return tuple(map(torch.stack, zip(*grown, strict=True)))
 
-    fields: dict[str, Any] = {}
+    fields: dict[str, object] = {}
     if e.output_hidden_states and call.heard:
         fields["encoder_hidden_states"] = placed([one.layers for one in call.heard], 1)
     if e.output_attentions:
@@ -308,14 +305,14 @@ def _encoder_fields(
 
 
 def _grown(layer: Tensor, start: int, width: int, axes: int) -> Tensor:
-    """(1, S, E) or, with two axes, (1, H, S, S) -> without the first, S grown to `width`."""
+    """Return (1, S, E) or, with two axes, (1, H, S, S) -> without the first, S grown to `width`."""
     after = max(0, width - start - layer.shape[-2])  # layers of images may have several sizes
     last = (start, after) if axes == 2 else (0, 0)
     return torch.nn.functional.pad(layer[0], (*last, start, after))
 
 
 def _beam_indices(finished: list[Finished]) -> Tensor:
-    """(sequences, longest) int32: the beam each token came from, -1 beyond the end."""
+    """Return (sequences, longest) int32: the beam each token came from, -1 beyond the end."""
     chains = [done.memo.get("beams") for done in finished]
     paths = [[] if chain is None else chain.values() for chain in chains]
     longest = max(len(path) for path in paths)

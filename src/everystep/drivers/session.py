@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Si
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import torch
 
@@ -21,11 +20,7 @@ from everystep.drivers.complete import completed
 from everystep.drivers.driver import Driver, Mailbox, is_data, shared_driver
 from everystep.drivers.generated import Reply
 from everystep.engine import Continuous, Engine, Reuse
-from everystep.errors import (
-    EverystepError,
-    RequestError,
-    shown,
-)
+from everystep.errors import EverystepError, RequestError, shown
 from everystep.models.model import Model
 from everystep.nn.modes import inference_mode
 from everystep.requests.absent import refuse_argument, refuse_rectangular
@@ -43,7 +38,7 @@ from everystep.stops.ends import moment
 from everystep.types import Event, Group, Request
 from everystep.types.request import Strategy
 
-OptionsLike = Mapping[str, Any] | GenerationConfig
+OptionsLike = Mapping[str, object] | GenerationConfig
 
 _ROWS = 32
 _INSIDE = _ROWS + 8  # prompts in an engine: the fewer wait there, the sooner come other threads'
@@ -60,9 +55,8 @@ class Session:
     from torch's global generator. Several are one per prompt, in their order. `gives_events`: a
     stream, whose events have room for log-probabilities. `gives_steps`: a run, whose steps have
     room for all that the output object of `model.generate` has. `shares`: its engines may be those
-    of other calls. `scheduler`: makes those of its
-    engines, which otherwise have room for any prompt. Everything about the options is checked here,
-    before any compute.
+    of other calls. `scheduler`: makes those of its engines, which otherwise have room for any
+    prompt. Everything about the options is checked here, before any compute.
     """
 
     def __init__(
@@ -143,7 +137,7 @@ class Session:
         options: Sequence[OptionsLike],
         prompts: Iterable[PromptLike],
     ) -> list[Options]:
-        """What is asked for each prompt; an error names the prompt."""
+        """Return what is asked for each prompt; an error names the prompt."""
         count = _count(prompts, "options each")
         several = isinstance(options, Sequence) and not isinstance(options, str)
         if not several or len(options) != count:
@@ -268,7 +262,7 @@ class Session:
 
     def run(
         self, prompts: Iterable[PromptLike]
-    ) -> Generator[tuple[int, Any, Exception | None], None, None]:
+    ) -> Generator[tuple[int, object, Exception | None], None, None]:
         """Yield every prompt by number, as it ends: what `generate` gives for it, and its error if
         it failed. No more of them wait in the engine than it can soon admit."""
         coming = enumerate(prompts)
@@ -305,8 +299,8 @@ def _any_over(boxes: Sequence[Mailbox]) -> bool:
     return any(box.over for box in boxes)
 
 
-def _said(own: object) -> Mapping[str, Any]:
-    """The keywords that one prompt's options stand for."""
+def _said(own: object) -> Mapping[str, object]:
+    """Return the keywords that one prompt's options stand for."""
     if isinstance(own, Mapping):
         return own
     if not is_configuration(own):
@@ -317,7 +311,7 @@ def _said(own: object) -> Mapping[str, Any]:
 
 
 def _require_alike(model: Subject, first: Options, other: Options, whose: str) -> None:
-    """RequestError unless the rows of both can lie in one cache."""
+    """Refuse options unless the rows of both can lie in one cache."""
     kinds = [row_quantization(one.effective, model) for one in (first, other)]
     if kinds[0] != kinds[1]:
         names = "cache_implementation and cache_config"
@@ -330,7 +324,7 @@ def _strategy(options: Options) -> Strategy:
 
 
 def _rows_of(options: Options) -> int:
-    """How many rows a prompt takes, however long it is."""
+    """Return the number of rows that a prompt takes, however long it is."""
     return _strategy(options).width * (2 if options.effective.guidance_scale else 1)
 
 
@@ -341,7 +335,7 @@ def _require_one(inputs: Inputs) -> None:
 
 
 def _count(prompts: object, what: str) -> int:
-    """How many prompts there are; RequestError where that cannot be known."""
+    """Return the number of prompts; RequestError where that cannot be known."""
     if isinstance(prompts, Sized):
         return len(prompts)
     do = "Pass list(prompts), or what holds for all of them"

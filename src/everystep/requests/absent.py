@@ -78,7 +78,7 @@ ABSENT = {name: why for names, why in _TOGETHER.items() for name in names.split(
 
 
 def refuse_name(name: str, asking: FrameType) -> NoReturn:
-    """Raises AbsentNameError where a name of transformers is imported, else an AttributeError.
+    """Raise AbsentNameError where a name of transformers is imported, else an AttributeError.
 
     `asking`: the frame that looks the name up. An import statement puts a text of its own in place
     of any AttributeError, and no class can be both kinds of error.
@@ -210,7 +210,7 @@ def _is_at_hand(logits_to_keep: object) -> bool:
 
 
 def refuse_fields(effective: Effective) -> None:
-    """UnsupportedError if the caller set a field that is never acted upon."""
+    """Raise UnsupportedError if the caller set a field that is never acted upon."""
     for name, (why, do) in REFUSED_FIELDS.items():
         if name in effective.caller and effective[name] != FIELDS[name].default:
             what = f"{name} is not read: {why}"
@@ -218,8 +218,8 @@ def refuse_fields(effective: Effective) -> None:
 
 
 def refuse_rectangular(effective: Effective, *, in_steps: bool = False) -> None:
-    """UnsupportedError if the caller set a field that only `model.generate` can answer to, or, with
-    `in_steps`, the steps of a run."""
+    """Raise UnsupportedError if the caller set a field that only `model.generate` can answer to,
+    or, with `in_steps`, the steps of a run."""
     quantized = effective.cache_implementation == "quantized"
     for name, (why, do) in ALONE.items():
         value = effective[name]

@@ -6,7 +6,7 @@ which True is what is seen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,8 @@ _ROWS = "Pass a tensor, with rows padded to one length"
 
 
 def as_numbers(name: str, given: object, wanted: str, do: str = _ROWS) -> Tensor:
-    """The tensor, array or nested list as a tensor; RequestError where it holds no numbers, or not
-    one beside the other."""
+    """Return the tensor, array or nested list as a tensor; RequestError where it holds no numbers,
+    or not one beside the other."""
     try:
         found = _in_pieces(given) if isinstance(given, list) and len(given) > _PIECE else None
         found = torch.as_tensor(given) if found is None else found
@@ -43,7 +43,7 @@ def as_numbers(name: str, given: object, wanted: str, do: str = _ROWS) -> Tensor
 
 
 def _in_pieces(given: list[object]) -> Tensor | None:
-    """A long list of whole numbers as a tensor; None where it holds something else.
+    """Return a long list of whole numbers as a tensor; None where it holds something else.
 
     One piece at a time is read, for other threads cannot run meanwhile.
     """
@@ -60,7 +60,7 @@ def _in_pieces(given: list[object]) -> Tensor | None:
 
 
 def read_ids(given: object, name: str, *, empty: bool = False) -> np.ndarray:
-    """(B, T) ids; `empty`: whether T may be 0."""
+    """Return (B, T) ids; `empty`: whether T may be 0."""
     do = "Pad the rows to one length, with an attention_mask, or use es.generate"
     ids = as_numbers(name, given, "a (batch, length) rectangle of ids", do)
     shape = tuple(ids.shape)
@@ -77,8 +77,7 @@ def read_ids(given: object, name: str, *, empty: bool = False) -> np.ndarray:
 
 
 def require_known(ids: np.ndarray, vocabulary: int | None, name: str) -> None:
-    """RequestError for an id outside the vocabulary; None: for one below 0 alone, as where
-    something else is read in place of the ids."""
+    """Refuse an id outside the vocabulary; without a vocabulary, an id below 0 alone."""
     if not ids.size:
         return
     low, high = int(ids.min()), int(ids.max())
@@ -93,7 +92,8 @@ def require_known(ids: np.ndarray, vocabulary: int | None, name: str) -> None:
 
 
 def read_embeds(embeds: object, ids: np.ndarray | None, width: int) -> Tensor:
-    """(B, T, E) embeddings for a model of that `width`, as many rows as there are of `ids`."""
+    """Return (B, T, E) embeddings for a model of that `width`, as many rows as there are of
+    `ids`."""
     name = "inputs_embeds"
     if not isinstance(embeds, Tensor) or not embeds.is_floating_point() or embeds.dim() != 3:
         what = f"{name} has the wrong shape or type"
@@ -142,7 +142,8 @@ def read_mask(mask: object, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def span_of(row: np.ndarray, index: int, *, guessed: bool) -> tuple[int, int]:
-    """[first, last) of the real positions of a row; `guessed` from pad ids, not from a mask."""
+    """Return [first, last) of the real positions of a row; `guessed` from pad ids, not from a
+    mask."""
     real = np.flatnonzero(row)
     if len(real) == 0:
         raise RequestError(
@@ -155,7 +156,7 @@ def span_of(row: np.ndarray, index: int, *, guessed: bool) -> tuple[int, int]:
 
 
 def has_holes(mask: Tensor) -> bool:
-    """Whether a row (..., L) has something hidden between what it shows."""
+    """Return True where a row (..., L) has something hidden between what it shows."""
     seen = mask.bool()
     inside = seen.cumsum(-1).bool() & seen.flip(-1).cumsum(-1).flip(-1).bool()
     return bool((inside & ~seen).any())
@@ -170,8 +171,8 @@ def holed(real: np.ndarray) -> tuple[Tensor, Tensor]:
 
 
 def read_square(mask: Tensor, batch: int, length: int) -> Tensor:
-    """(B, 1 or H, L, L) bool, what each position sees, of such a mask: flags, 0 and 1, or what is
-    added to scores, 0 or a number that hides."""
+    """Return (B, 1 or H, L, L) bool, what each position sees, of such a mask: flags, 0 and 1, or
+    what is added to scores, 0 or a number that hides."""
     shape, wanted = tuple(mask.shape), f"({batch}, 1 or heads, {length}, {length})"
     if mask.dim() != 4 or shape[0] not in (1, batch) or shape[2:] != (length, length):
         do = "Pass one entry per pair of prompt positions, or a (batch, length) mask"
@@ -203,7 +204,7 @@ def read_square(mask: Tensor, batch: int, length: int) -> Tensor:
 
 
 def read_positions(positions: object, rows: int, length: int) -> Tensor:
-    """Position ids of any rank, (..., B, L), (..., 1, L) or (L,), as (..., B or 1, L)."""
+    """Return position ids of any rank, (..., B, L), (..., 1, L) or (L,), as (..., B or 1, L)."""
     do = "Pass one position per prompt position"
     if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dim() == 0:
         got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
@@ -221,12 +222,12 @@ def read_positions(positions: object, rows: int, length: int) -> Tensor:
 
 
 def of_row(positions: Tensor, row: int) -> Tensor:
-    """(..., L) of (..., B or 1, L)."""
+    """Return (..., L) of (..., B or 1, L)."""
     return positions[..., row if positions.shape[-2] > 1 else 0, :]
 
 
 def read_named(spec: InputSpec, given: object, rows: int, length: int) -> Tensor:
-    """What a model declares, (B, L, *shape) or, where it is not per token, (B, *shape)."""
+    """Return what a model declares, (B, L, *shape) or, where it is not per token, (B, *shape)."""
     inner = (length, *spec.shape) if spec.per == "token" else spec.shape
     values = as_numbers(spec.name, given, f"{(rows, *inner)}")
     if tuple(values.shape) == inner and (spec.per != "token" or rows == 1):
@@ -245,7 +246,8 @@ def read_named(spec: InputSpec, given: object, rows: int, length: int) -> Tensor
 
 
 def require(name: str, value: object, *methods: str) -> Any:
-    """The value, which is None or has the methods (`__call__` among them); RequestError if not."""
+    """Return the value, which is None or has the methods (`__call__` among them); RequestError if
+    not."""
     missing = [method for method in methods if not callable(getattr(value, method, None))]
     if value is None or not missing:
         return value
@@ -258,46 +260,47 @@ def require(name: str, value: object, *methods: str) -> Any:
     )
 
 
-def read_functions(name: str, value: Any) -> tuple[Any, ...]:
-    """The functions in a list argument, none without it; RequestError for anything else."""
-    if value is None:
-        return ()
-    listed = isinstance(value, (list, tuple))
-    if listed and all(callable(one) for one in value):
-        return tuple(value)
-    strangers = [one for one in value if not callable(one)] if listed else [value]
+def read_functions(name: str, value: object) -> tuple[Callable[..., object], ...]:
+    """Return the functions in a list, none without it; RequestError for anything else."""
+    listed = () if value is None else value
+    if isinstance(listed, list | tuple) and all(map(callable, listed)):
+        return tuple(listed)
     raise RequestError(
         f"{name} is not a list of functions",
         wanted="a list of callables of (input_ids, scores)",
-        got=shown(strangers[0]),
+        got=shown(_stranger(listed, callable)),
         do=f"Pass {name}=[...] with an object that can be called",
     )
 
 
 def read_text(name: str, value: object) -> str | None:
-    """The value, which is None or a text; RequestError if not."""
+    """Return the value, which is None or a text; RequestError if not."""
     if value is None or isinstance(value, str):
         return value
     raise RequestError(f"{name} is of another kind", wanted="a text", got=shown(value))
 
 
-def read_hooks(value: Any) -> tuple[Hook, ...]:
-    """The hooks in a list argument, none without it; RequestError for anything else."""
-    listed = [] if value is None else value
-    several = isinstance(listed, (list, tuple))
-    strangers = [one for one in listed if not _is_hook(one)] if several else [value]
-    if strangers:
-        raise RequestError(
-            "hooks is not a list of hooks",
-            wanted="a list of objects of classes that derive from everystep.Hook",
-            got=shown(strangers[0]),
-            do="Pass hooks=[MyHook()]",
-        )
-    return tuple(listed)
+def read_hooks(value: object) -> tuple[Hook, ...]:
+    """Return the hooks in a list, none without it; RequestError for anything else."""
+    listed = () if value is None else value
+    if isinstance(listed, list | tuple) and all(map(_is_hook, listed)):
+        return tuple(listed)
+    raise RequestError(
+        "hooks is not a list of hooks",
+        wanted="a list of objects of classes that derive from everystep.Hook",
+        got=shown(_stranger(listed, _is_hook)),
+        do="Pass hooks=[MyHook()]",
+    )
 
 
-def read_adapters(value: object, known: Sequence[str]) -> Any:
-    """The value; RequestError if it names an adapter that the model does not have."""
+def _stranger(listed: object, belongs: Callable[[object], bool]) -> object:
+    """Return the first that does not belong in a list; the value itself where it is none."""
+    each = listed if isinstance(listed, list | tuple) else ()
+    return next((one for one in each if not belongs(one)), listed)
+
+
+def read_adapters(value: object, known: Sequence[str]) -> object:
+    """Return the value; RequestError if it names an adapter that the model does not have."""
     names = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
     if strangers := [one for one in names if isinstance(one, str) and one not in known]:
         raise RequestError(

@@ -69,7 +69,7 @@ def read_cache(past: object, effective: Effective, model: Subject) -> Cache:
 
 
 def require_cache(cache: object, model: Subject) -> Cache:
-    """The object, which is a cache that this model can go on from."""
+    """Return the object, which is a cache that this model can go on from."""
     if holds_states(model.core.network.stores):
         do = "Pass the whole prompt as input_ids"
         _refuse("is for models of attention", "none", type(cache).__name__, do)
@@ -130,8 +130,9 @@ def with_seen(inputs: Inputs, seen: Tensor) -> Inputs:
 
 
 def continued(inputs: Inputs, cache: Cache, width: int, *, hidden: bool) -> Inputs:
-    """Every prompt with the part of the cache that is its past; `width`: sequences per prompt. If
-    `hidden` states are read, which no cache holds, prompts are fed again from their ids."""
+    """Return every prompt with the part of the cache that is its past; `width`: sequences per
+    prompt. If `hidden` states are read, which no cache holds, prompts are fed again from their
+    ids."""
     length = int(cache.get_seq_length())
     if length == 0:
         return inputs
@@ -162,7 +163,7 @@ def require_possible(
 
 
 def require_room(cache: Cache, needed: int) -> None:
-    """Raises if so many positions do not fit into the cache."""
+    """Raise if so many positions do not fit into the cache."""
     rooms = [layer.get_max_length() for layer in cache.layers if not layer.is_sliding]
     if rooms and min(rooms) < needed:
         do = "Make it with a larger max_cache_len, or ask for fewer tokens"
@@ -170,7 +171,7 @@ def require_room(cache: Cache, needed: int) -> None:
 
 
 def _require_abilities(cache: Cache, positions: int, drafts: bool, name: str) -> None:
-    """Raises if a call needs more than the cache, which the argument `name` chose, can do."""
+    """Raise if a call needs more than the cache, which the argument `name` chose, can do."""
     if drafts and not cache.is_croppable:
         raise RequestError(
             f"{name} cannot be truncated",
@@ -183,7 +184,7 @@ def _require_abilities(cache: Cache, positions: int, drafts: bool, name: str) ->
 
 
 def _require_held(inputs: Inputs, cache: Cache) -> None:
-    """Raises if a prompt calls a position real where the call that filled the cache left padding.
+    """Raise if a prompt calls a position real where the call that filled the cache left padding.
 
     Of other caches that is not known: the keys of a real token may be 0.
     """
@@ -225,14 +226,15 @@ def _require_shape(cache: Cache, model: Subject) -> None:
 
 
 def _rectangle(cache: Cache, length: int) -> Tensor:
-    """(L, 2, R, K, length, D); what a window has dropped is 0, as it is not looked at again."""
+    """Return (L, 2, R, K, length, D); what a window has dropped is 0, as it is not looked at
+    again."""
     stacked = [torch.stack(layer.whole()) for layer in cache.layers]
     filled = [torch.nn.functional.pad(x, (0, 0, length - x.shape[3], 0)) for x in stacked]
     return torch.stack(filled)
 
 
 def _one_of_each(kv: Tensor, batch: int, width: int) -> Tensor:
-    """(L, 2, B, ...): one row per prompt; `width` equal ones may stand for each."""
+    """Return (L, 2, B, ...): one row per prompt; `width` equal ones may stand for each."""
     rows = kv.shape[2]
     if rows == batch:
         return kv
@@ -244,7 +246,7 @@ def _one_of_each(kv: Tensor, batch: int, width: int) -> Tensor:
 
 
 def _known(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
-    """The prompt holds all positions, of which the first are cached in kv (L, 2, K, S, D)."""
+    """Return the prompt of all positions, of which the first are cached in kv (L, 2, K, S, D)."""
     prompt, first = inputs.prompts[row], inputs.margins[row]
     count = max(0, kv.shape[3] - first)
     if count >= prompt.length:
@@ -255,7 +257,7 @@ def _known(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
 
 
 def _after(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
-    """The prompt holds only what comes after the real positions of kv (L, 2, K, S, D)."""
+    """Return the prompt of what comes after the real positions of kv (L, 2, K, S, D)."""
     prompt, count = inputs.prompts[row], inputs.prompts[row].before
     past = past_of(kv[..., inputs.seen[row], :]) if count else None
     return replace(behind(prompt, count, inputs.per_token), past=past)
@@ -267,8 +269,8 @@ def _after(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
 def row_quantization(
     effective: Effective, model: Subject, passed: Cache | None = None
 ) -> Quantization | None:
-    """How rows keep what they hold: as the cache that was passed does, or as the configuration
-    says; None for full precision."""
+    """Return how rows keep what they hold: as the cache that was passed does, or as the
+    configuration says; None for full precision."""
     if passed is not None:
         layer = passed.layers[0] if passed.layers else None
         return layer.quantization if isinstance(layer, QuantizedLayer) else None
@@ -289,9 +291,9 @@ def row_quantization(
 def new_cache(
     effective: Effective, inputs: Inputs, model: Subject, positions: int, *, drafts: bool
 ) -> Cache | None:
-    """An empty cache of the kind that the configuration names, which can do what a call needs;
-    None where the call goes without, or where no object holds what rows do. `positions`: how many
-    are cached in the end, at most."""
+    """Return an empty cache of the kind that the configuration names, which can do what a call
+    needs; None where the call goes without, or where no object holds what rows do. `positions`: how
+    many are cached in the end, at most."""
     if effective.use_cache is False:
         return None
     kind, windows = _kind(effective), list(model.windows)
@@ -321,7 +323,8 @@ def new_cache(
 
 
 def _kind(effective: Effective) -> str:
-    """ "dynamic", "static" or "quantized"; UnsupportedError for what the caller cannot have."""
+    """Return "dynamic", "static" or "quantized"; UnsupportedError for what the caller cannot
+    have."""
     kind = effective.cache_implementation
     # As in transformers, which once had a static cache of this name for what grows with a window.
     if kind in (None, "hybrid"):
@@ -337,8 +340,8 @@ def _kind(effective: Effective) -> str:
 
 
 def fill_cache(cache: Cache | None, inputs: Inputs, groups: list[Group]) -> Cache | None:
-    """The cache, which now holds what the rows hold in the end; None if there is none to fill, or
-    the strategy leaves no rows."""
+    """Return the cache, which now holds what the rows hold in the end; None if there is none to
+    fill, or the strategy leaves no rows."""
     pasts = [past for group in groups for past in group.pasts]
     if cache is None or not pasts:
         return None
@@ -358,13 +361,15 @@ def fill_cache(cache: Cache | None, inputs: Inputs, groups: list[Group]) -> Cach
 
 
 def _row_places(inputs: Inputs, row: int, length: int) -> np.ndarray:
-    """(length,) where the positions of a row stand: its prompt's places, then one after another."""
+    """Return (length,) where the positions of a row stand: its prompt's places, then one after
+    another."""
     prompt = inputs.places(row)
     return np.concatenate([prompt, inputs.total_width + np.arange(length - len(prompt))])
 
 
 def _placed(rows: list[Tensor], places: list[np.ndarray]) -> Tensor:
-    """R times (L, 2, K, n, D) in their places: (L, 2, R, K, T, D), 0 where nothing stands."""
+    """Return R times (L, 2, K, n, D) in their places: (L, 2, R, K, T, D), 0 where nothing
+    stands."""
     width = 1 + max(int(own[-1]) for own in places)
     layers, two, heads, _, dim = rows[0].shape
     out = rows[0].new_zeros(layers, two, len(rows), heads, width, dim)
@@ -374,7 +379,7 @@ def _placed(rows: list[Tensor], places: list[np.ndarray]) -> Tensor:
 
 
 def _fill(cache: Cache, kv: Tensor) -> None:
-    """The cache holds (L, 2, R, K, T, D) and nothing else."""
+    """Have the cache hold (L, 2, R, K, T, D) and nothing else."""
     other = cache.batch_size not in (-1, kv.shape[2])
     cache.reset()
     for index, (keys, values) in enumerate(kv):

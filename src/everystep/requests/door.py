@@ -2,8 +2,8 @@
 
 The fields of `Objects`, `PromptValues`, `Beside` and `OfSpeech` are its rows, with those of
 `config/fields.py`: each says which calls take the keyword, its type and its meaning in a line, and
-what a call is told that does not take it. The typed dicts that editors read, help() and the
-reference come from here; `scripts/keywords` writes what has to be text.
+what a call is told that does not take it. The typed dicts that editors read, help(), the reference
+and the options of the command line come from here; `scripts/keywords` writes what has to be text.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NoReturn, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 from everystep.config import FIELDS, META
 from everystep.config.fields import ELSEWHERE
 from everystep.config.named_strategies import is_named, with_named
 from everystep.errors import RequestError, UnknownArgumentError, nearest
 from everystep.requests.absent import ARGUMENTS, OF_SPEECH, SPEECH_LATER, refuse_argument
-from everystep.requests.pictures import prompt_names
-from everystep.requests.subject import Subject
+
+if TYPE_CHECKING:  # it imports torch, without which the command line shows its help
+    from everystep.requests.subject import Subject
 
 CallKind = Literal["rectangle", "texts", "prompt", "prefill"]
 """`model.generate`; a call about prompts; a prompt that is a mapping; `es.prefill`."""
@@ -39,7 +41,7 @@ class Keyword:
     name: str
     owner: Owner
     calls: tuple[CallKind, ...]
-    type: str = "Any"
+    type: str = "object"
     line: str = ""
     elsewhere: tuple[str, str] | None = None
 
@@ -63,30 +65,36 @@ def keyword(
     line: str,
     calls: tuple[CallKind, ...] = _ALL,
     elsewhere: tuple[str, str] | None = None,
-) -> Any:
+) -> object:
     """Return the field of a dataclass that is a row of the table; None is what nobody passed."""
     return field(default=None, metadata={"row": (calls, type, line, elsewhere)})
 
 
+_content = partial(keyword, calls=_CONTENT)
+_inner = partial(keyword, calls=_INNER, elsewhere=_CALL)
+_of_rectangle = partial(keyword, calls=_RECTANGLE, elsewhere=_CALL)
+_speech = partial(keyword, calls=(), elsewhere=OF_SPEECH)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Objects:
-    """What the caller passed beside fields and prompt, as it was passed."""
+    """The objects of the caller's beside fields and prompt, as they were passed."""
 
     generation_config: object = keyword("object", "Values for all that the call does not set.")
     logits_processor: object = keyword(
-        "Sequence[Callable[..., Any]] | None",
+        "Sequence[Callable[..., object]] | None",
         "Functions of (input_ids, scores) that change the scores.",
     )
     stopping_criteria: object = keyword(
-        "Sequence[Callable[..., Any]] | None",
+        "Sequence[Callable[..., object]] | None",
         "Functions of (input_ids, scores) that say whether a sequence ends.",
     )
     prefix_allowed_tokens_fn: object = keyword(
-        "Callable[[int, Tensor], Any] | None",
+        "Callable[[int, Tensor], object] | None",
         "A function of (row, ids) that returns the ids that may follow.",
     )
     allowed_sequences: object = keyword(
-        "AllowedSequences | Sequence[Any] | None",
+        "AllowedSequences | Sequence[object] | None",
         "The texts, or lists of ids, of which the answer is one.",
     )
     seed: object = keyword(
@@ -106,7 +114,7 @@ class Objects:
         "The adapter that the model runs with, by the name it was loaded under, or one per row.",
     )
     schema: object = keyword(
-        "str | Mapping[str, Any] | bool | None", "The JSON schema that the text follows."
+        "str | Mapping[str, object] | bool | None", "The JSON schema that the text follows."
     )
     regex: object = keyword("str | None", "The regular expression that the text matches.")
     grammar: object = keyword("str | None", "The grammar that the text follows.")
@@ -114,7 +122,7 @@ class Objects:
     n_best: object = keyword("int | None", "Return so many hypotheses of a beam search.")
     best_of: object = keyword("int | None", "Draw so many samples and return the best.")
     majority: object = keyword(
-        "Callable[[str], Any] | None",
+        "Callable[[str], object] | None",
         "With best_of: finds the answer in a text; the most frequent one wins.",
     )
     scorer: object = keyword(
@@ -139,7 +147,7 @@ class Objects:
         'The way of choosing by name ("beam", "contrastive", ...), or an object of your own.',
     )
     strategy_options: object = keyword(
-        "Mapping[str, Any] | None", "What a strategy of another package is made with."
+        "Mapping[str, object] | None", "What a strategy of another package is made with."
     )
 
 
@@ -150,43 +158,28 @@ class PromptValues:
     `named`: what the model declares beside these, by keyword.
     """
 
-    input_ids: object = keyword("Numbers | None", "(B, T) the ids of the prompt.", calls=_CONTENT)
-    inputs_embeds: object = keyword(
-        "Tensor | None", "(B, T, E) embeddings in the place of ids, or beside them.", calls=_CONTENT
+    input_ids: object = _content("Numbers | None", "(B, T) the ids of the prompt.")
+    inputs_embeds: object = _content(
+        "Tensor | None", "(B, T, E) embeddings in the place of ids, or beside them."
     )
-    attention_mask: object = keyword(
-        "Numbers | None",
-        "(B, T) 1 for what is read and 0 for padding; or (B, 1 or heads, T, T).",
-        calls=_CONTENT,
+    attention_mask: object = _content(
+        "Numbers | None", "(B, T) 1 for what is read and 0 for padding; or (B, 1 or heads, T, T)."
     )
-    position_ids: object = keyword(
-        "Tensor | Callable[..., Any] | None",
+    position_ids: object = _content(
+        "Tensor | Callable[..., object] | None",
         "(B, T), or (axes, B, T), positions other than 0, 1, ...",
-        calls=_CONTENT,
     )
-    decoder_input_ids: object = keyword(
-        "Tensor | None",
-        "(B, T) what a decoder beside an encoder begins with.",
-        calls=_INNER,
-        elsewhere=_CALL,
+    decoder_input_ids: object = _inner(
+        "Tensor | None", "(B, T) what a decoder beside an encoder begins with."
     )
-    decoder_attention_mask: object = keyword(
-        "Tensor | None", "(B, T) 1 for what is read of it.", calls=_INNER, elsewhere=_CALL
+    decoder_attention_mask: object = _inner("Tensor | None", "(B, T) 1 for what is read of it.")
+    encoder_outputs: object = _inner("object", "What an encoder made of the prompt, in its place.")
+    past_key_values: object = _inner("object", "The cache that the call goes on from.")
+    negative_prompt_ids: object = _of_rectangle(
+        "Numbers | None", "(B, T) with guidance_scale: the prompt that is guided away from."
     )
-    encoder_outputs: object = keyword(
-        "object", "What an encoder made of the prompt, in its place.", calls=_INNER, elsewhere=_CALL
-    )
-    past_key_values: object = keyword(
-        "object", "The cache that the call goes on from.", calls=_INNER, elsewhere=_CALL
-    )
-    negative_prompt_ids: object = keyword(
-        "Numbers | None",
-        "(B, T) with guidance_scale: the prompt that is guided away from.",
-        calls=_RECTANGLE,
-        elsewhere=_CALL,
-    )
-    negative_prompt_attention_mask: object = keyword(
-        "Numbers | None", "(B, T) 1 for what is read of it.", calls=_RECTANGLE, elsewhere=_CALL
+    negative_prompt_attention_mask: object = _of_rectangle(
+        "Numbers | None", "(B, T) 1 for what is read of it."
     )
     named: Mapping[str, object] = field(default_factory=dict)
 
@@ -197,7 +190,7 @@ class PromptValues:
         named = {name: value for name, value in values.items() if name not in own}
         return cls(**own, named=named)
 
-    def passed(self) -> dict[str, Any]:
+    def passed(self) -> dict[str, object]:
         """Return what was passed, by name."""
         own = {name: getattr(self, name) for name in self.__slots__ if name != "named"}
         return {name: one for name, one in own.items() if one is not None} | dict(self.named)
@@ -205,7 +198,7 @@ class PromptValues:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beside:
-    """What belongs to one kind of call, as it was passed.
+    """The values that belong to one kind of call, as they were passed.
 
     `of_loop`: what the caller's decoding loop names, and nothing else reads.
     """
@@ -217,11 +210,8 @@ class Beside:
         calls=_RECTANGLE,
         elsewhere=_EVENTS,
     )
-    custom_generate: object = keyword(
-        "Callable[..., Any] | None",
-        "A decoding loop in the place of the engine's.",
-        calls=_RECTANGLE,
-        elsewhere=_CALL,
+    custom_generate: object = _of_rectangle(
+        "Callable[..., object] | None", "A decoding loop in the place of the engine's."
     )
     return_legacy_cache: object = keyword(
         "bool | None", "Return the cache as tuples of tensors.", calls=_RECTANGLE
@@ -250,140 +240,61 @@ class Beside:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OfSpeech:
-    """What a model that listens takes beside, as it was passed."""
+    """The values that a model that listens takes beside, as they were passed."""
 
-    language: object = keyword(
+    language: object = _speech(
         "str | Sequence[str] | None",
         "The language that is spoken, one for all rows or one each; found out if left out.",
-        calls=(),
-        elsewhere=OF_SPEECH,
     )
-    task: object = keyword(
+    task: object = _speech(
         'Literal["transcribe", "translate"] | None',
         "Write what is said, or its translation into English.",
-        calls=(),
-        elsewhere=OF_SPEECH,
     )
-    is_multilingual: object = keyword(
-        "bool | None", "Whether the model knows several languages.", calls=(), elsewhere=OF_SPEECH
+    is_multilingual: object = _speech("bool | None", "Whether the model knows several languages.")
+    return_timestamps: object = _speech("bool | None", "Whether segments have times.")
+    return_segments: object = _speech("bool | None", "Return the segments beside the ids.")
+    prompt_ids: object = _speech("object", "Ids of what was said before, or of words to expect.")
+    prompt_condition_type: object = _speech(
+        'Literal["first-segment", "all-segments"] | None', "Which windows prompt_ids stand before."
     )
-    return_timestamps: object = keyword(
-        "bool | None", "Whether segments have times.", calls=(), elsewhere=OF_SPEECH
+    condition_on_prev_tokens: object = _speech(
+        "bool | None", "Whether a window reads what was written of the one before."
     )
-    return_segments: object = keyword(
-        "bool | None", "Return the segments beside the ids.", calls=(), elsewhere=OF_SPEECH
-    )
-    prompt_ids: object = keyword(
-        "object",
-        "Ids of what was said before, or of words to expect.",
-        calls=(),
-        elsewhere=OF_SPEECH,
-    )
-    prompt_condition_type: object = keyword(
-        'Literal["first-segment", "all-segments"] | None',
-        "Which windows prompt_ids stand before.",
-        calls=(),
-        elsewhere=OF_SPEECH,
-    )
-    condition_on_prev_tokens: object = keyword(
-        "bool | None",
-        "Whether a window reads what was written of the one before.",
-        calls=(),
-        elsewhere=OF_SPEECH,
-    )
-    compression_ratio_threshold: object = keyword(
+    compression_ratio_threshold: object = _speech(
         "float | None",
         "A window whose text repeats itself more is written again, at the next temperature.",
-        calls=(),
-        elsewhere=OF_SPEECH,
     )
-    logprob_threshold: object = keyword(
-        "float | None",
-        "A window whose tokens are less likely on average is written again.",
-        calls=(),
-        elsewhere=OF_SPEECH,
+    logprob_threshold: object = _speech(
+        "float | None", "A window whose tokens are less likely on average is written again."
     )
-    no_speech_threshold: object = keyword(
-        "float | None",
-        "A window that is silence with a higher probability is left out.",
-        calls=(),
-        elsewhere=OF_SPEECH,
+    no_speech_threshold: object = _speech(
+        "float | None", "A window that is silence with a higher probability is left out."
     )
 
 
+_MEDIA = {
+    "pixel_values": "The patches of images, as the tokenizer or processor returned them.",
+    "image_grid_thw": "(images, 3) how many patches each has: times, rows, columns.",
+    "pixel_values_videos": "The patches of videos.",
+    "video_grid_thw": "(videos, 3) how many patches each has.",
+    "mm_token_type_ids": "(B, T) which ids are places of images (1) and videos (2).",
+    "second_per_grid_ts": "Seconds that a grid of a video stands for.",
+    "bbox": "(B, n, 4) the boxes of the lines of a page.",
+    "input_features": "(B, channels, frames) what an encoder of sounds reads.",
+}
 _FURTHER = (
     Keyword("text", "prompt", ("prompt",), "str", "The prompt as a text."),
     Keyword(
         "messages",
         "prompt",
         ("prompt",),
-        "Sequence[Mapping[str, Any]]",
+        "Sequence[Mapping[str, object]]",
         "The prompt as a conversation.",
     ),
     Keyword("inputs", "prompt", (), "Tensor | None", "(B, T) the ids of the prompt."),
-    Keyword(
-        "pixel_values",
-        "media",
-        (),
-        "object",
-        "The patches of images, as the tokenizer or processor returned them.",
-        ARGUMENTS.get("pixel_values"),
-    ),
-    Keyword(
-        "image_grid_thw",
-        "media",
-        (),
-        "object",
-        "(images, 3) how many patches each has: times, rows, columns.",
-        ARGUMENTS.get("image_grid_thw"),
-    ),
-    Keyword(
-        "pixel_values_videos",
-        "media",
-        (),
-        "object",
-        "The patches of videos.",
-        ARGUMENTS.get("pixel_values_videos"),
-    ),
-    Keyword(
-        "video_grid_thw",
-        "media",
-        (),
-        "object",
-        "(videos, 3) how many patches each has.",
-        ARGUMENTS.get("video_grid_thw"),
-    ),
-    Keyword(
-        "mm_token_type_ids",
-        "media",
-        (),
-        "object",
-        "(B, T) which ids are places of images (1) and videos (2).",
-        ARGUMENTS.get("mm_token_type_ids"),
-    ),
-    Keyword(
-        "second_per_grid_ts",
-        "media",
-        (),
-        "object",
-        "Seconds that a grid of a video stands for.",
-        ARGUMENTS.get("second_per_grid_ts"),
-    ),
-    Keyword(
-        "bbox",
-        "media",
-        (),
-        "object",
-        "(B, n, 4) the boxes of the lines of a page.",
-        ARGUMENTS.get("bbox"),
-    ),
-    Keyword(
-        "input_features",
-        "media",
-        (),
-        "object",
-        "(B, channels, frames) what an encoder of sounds reads.",
-        ARGUMENTS.get("input_features"),
+    *(
+        Keyword(name, "media", (), "object", line, ARGUMENTS.get(name))
+        for name, line in _MEDIA.items()
     ),
 )
 """What becomes ids before there are values, and what models read in a prompt that declare it."""
@@ -479,6 +390,8 @@ def _declared(
 ) -> dict[str, dict[str, object]]:
     """Return what the model declares of names that the call does not take, and what it hears by;
     an error about the others."""
+    from everystep.requests.pictures import prompt_names  # imports torch
+
     declared = {*subject.inputs, *prompt_names(subject)}
     named: dict[str, object] = {}
     speech: dict[str, object] = {}
@@ -541,7 +454,7 @@ IN_PROMPTS = tuple(dict.fromkeys((*CONTENTS, *_IN_PROMPTS)))
 
 # --- what help() says -----------------------------------------------------------------------------
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 _EXAMPLE = "\n\nExample:\n"
 
 

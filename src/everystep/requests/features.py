@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from everystep.config.kinds import is_integer
 from everystep.errors import RequestError, shown
 from everystep.models.encoders import Misfit, PromptEncoder
+from everystep.nn.digests import add_tensor
 from everystep.requests.arrays import as_numbers
 from everystep.types import Injected, Prompt, Request
 
@@ -41,7 +41,7 @@ class PromptInput:
     """
 
     name: str
-    encoder: Callable[[Tensor], Any]
+    encoder: Callable[[Tensor], Tensor | Sequence[Tensor]]
     shape: tuple[int | None, ...]
     token: int | None = None
     positions: tuple[int, ...] | None = None
@@ -83,7 +83,7 @@ class PromptInput:
                 raise RequestError(what, wanted=wanted, got=got)
 
     def places(self, prompt: Prompt) -> np.ndarray:
-        """(n,) the absolute positions of a prompt at which features are to stand."""
+        """Return (n,) the absolute positions of a prompt at which features are to stand."""
         if self.positions is not None:
             return np.array(self.positions, dtype=np.int64)
         if prompt.ids is None:
@@ -98,12 +98,13 @@ def own_inputs(encoders: Iterable[PromptEncoder]) -> tuple[PromptInput, ...]:
     )
 
 
-def require_distinct(inputs: Iterable[Any], taken: Iterable[str]) -> tuple[PromptInput, ...]:
-    """The prompt inputs; RequestError unless each has a name and a token of its own."""
-    found = tuple(inputs)
-    if strangers := [one for one in found if not isinstance(one, PromptInput)]:
+def require_distinct(inputs: Iterable[object], taken: Iterable[str]) -> tuple[PromptInput, ...]:
+    """Return the prompt inputs; RequestError unless each has a name and a token of its own."""
+    given = tuple(inputs)
+    if strangers := [one for one in given if not isinstance(one, PromptInput)]:
         wanted, got = "everystep.PromptInput objects", type(strangers[0]).__name__
         raise RequestError("these are not prompt inputs", wanted=wanted, got=got)
+    found = tuple(one for one in given if isinstance(one, PromptInput))
     names, known = [one.name for one in found], set(taken)
     tokens = [one.token for one in found if one.token is not None]
     for name in names:
@@ -132,7 +133,7 @@ def read_values(declared: Sequence[PromptInput], named: Mapping[str, object], ro
 
 
 def _split(one: PromptInput, given: object, rows: int) -> list[Tensor | None]:
-    """(B,) the value of each row, None for a row without."""
+    """Return (B,) the value of each row, None for a row without."""
     wanted = f"{rows} rows of {_shown(one.shape)}"
     if isinstance(given, list | tuple) and _by_row(given):
         each = [None if v is None else as_numbers(one.name, v, wanted) for v in given]
@@ -152,7 +153,8 @@ def _split(one: PromptInput, given: object, rows: int) -> list[Tensor | None]:
 
 
 def _by_row(given: Sequence[object]) -> bool:
-    """Whether each entry is a row's value: a tensor, nothing, or lists of different lengths."""
+    """Return True where each entry is a row's value: a tensor, nothing, or lists of different
+    lengths."""
     lengths = {len(one) for one in given if isinstance(one, list | tuple)}
     return len(lengths) > 1 or any(isinstance(one, Tensor | None) for one in given)
 
@@ -180,8 +182,8 @@ def _shown(shape: tuple[int | None, ...]) -> str:
 def with_features(
     declared: Sequence[PromptInput], requests: Sequence[Request], values: Rows, width: int
 ) -> tuple[Request, ...]:
-    """The requests, whose prompts hold the features of their rows; RequestError where counts do not
-    agree. `width`: E, of the model."""
+    """Return the requests, whose prompts hold the features of their rows; RequestError where counts
+    do not agree. `width`: E, of the model."""
     features = {one.name: _encoded(one, values, width) for one in declared if values}
     found = []
     for row, request in enumerate(requests):
@@ -197,8 +199,8 @@ def with_features(
 
 
 def injected_with(prompt: Prompt, parts: Sequence[Injected]) -> Prompt:
-    """The prompt, which reads these features beside those that it has; RequestError where two of
-    them stand at one position."""
+    """Return the prompt, which reads these features beside those that it has; RequestError where
+    two of them stand at one position."""
     if not parts:
         return prompt
     merged = _merged([*parts] if prompt.injected is None else [prompt.injected, *parts])
@@ -221,7 +223,7 @@ def injected_with(prompt: Prompt, parts: Sequence[Injected]) -> Prompt:
 
 
 def _merged(parts: list[Injected]) -> Injected:
-    """The features of several sources, in the order of their positions."""
+    """Return the features of several sources, in the order of their positions."""
     places = np.concatenate([one.positions for one in parts])
     order = np.argsort(places, kind="stable")
     twice = np.flatnonzero(np.diff(places[order]) == 0)
@@ -243,13 +245,14 @@ def _merged(parts: list[Injected]) -> Injected:
 
 
 def _encoded(one: PromptInput, values: Rows, width: int) -> dict[int, Tensor]:
-    """Row -> its features (n, E): each content is encoded once, equal shapes together."""
+    """Return the features (n, E) of each row: each content is encoded once, equal shapes
+    together."""
     groups: dict[tuple[object, ...], dict[bytes, list[int]]] = {}
     for row, own in enumerate(values):
         if one.name in own:
             value = own[one.name]
             alike = groups.setdefault((value.shape, value.dtype, value.device), {})
-            alike.setdefault(_digest(value), []).append(row)
+            alike.setdefault(digest_of(value), []).append(row)
     found: dict[int, Tensor] = {}
     for contents in groups.values():
         rows = list(contents.values())
@@ -259,13 +262,15 @@ def _encoded(one: PromptInput, values: Rows, width: int) -> dict[int, Tensor]:
     return found
 
 
-def _digest(value: Tensor) -> bytes:
-    plain = value.contiguous().cpu().view(-1).view(torch.uint8)
-    return hashlib.sha256(plain.numpy().tobytes()).digest()
+def digest_of(value: Tensor, name: str = "") -> bytes:
+    """Return a text that is equal for tensors of this name that are equal, bit for bit."""
+    found = hashlib.sha256()
+    add_tensor(found, name, value)
+    return found.digest()
 
 
 def _checked(one: PromptInput, made: object, count: int, width: int) -> list[Tensor]:
-    """(count,) features (n, E) as the encoder returned them."""
+    """Return (count,) features (n, E) as the encoder returned them."""
     each = list(made) if isinstance(made, Tensor | list | tuple) else []
     right = len(each) == count and all(
         isinstance(part, Tensor)
@@ -290,8 +295,8 @@ def _checked(one: PromptInput, made: object, count: int, width: int) -> list[Ten
 def _placed(
     one: PromptInput, features: Tensor | None, prompt: Prompt, row: int
 ) -> tuple[np.ndarray, Tensor | None]:
-    """Where features stand in a row's prompt, and the features; none where nothing is given to a
-    row that has no place for it. What a cache holds already need not be given again."""
+    """Return the places of features in a row's prompt, and the features; none where nothing is
+    given to a row that has no place for it. What a cache holds already need not be given again."""
     if features is None and (one.positions is not None or prompt.embeds is not None):
         return np.empty(0, dtype=np.int64), None
     if one.token is not None and prompt.hidden != prompt.before:

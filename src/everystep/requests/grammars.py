@@ -56,7 +56,8 @@ def forces(subject: Subject) -> bool:
 
 
 def read_allowed(value: object, tokenizer: object) -> tuple[AllowedSequences, ...]:
-    """The sets of sequences in the keyword, one for all rows or one each; none without it."""
+    """Return the sets of sequences in the keyword, one for all rows or one each; none without
+    it."""
     if value is None:
         return ()
     if isinstance(value, AllowedSequences):

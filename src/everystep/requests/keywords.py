@@ -7,7 +7,7 @@ a caller declares under other names are passed as `**inputs`, a `dict[str, Any]`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
 import numpy as np
 from torch import Tensor
@@ -20,14 +20,14 @@ from everystep.requests.subject import Subject
 from everystep.types.hooks import Hook
 from everystep.types.request import Strategy
 
-Numbers = Tensor | np.ndarray | Sequence[Any]
+Numbers = Tensor | np.ndarray | Sequence[object]
 """A tensor, or what one can be made of."""
 
 
 class CallOptions(FieldOptions, total=False):
-    """What every call takes beside fields of a configuration."""
+    """The keywords that every call takes beside fields of a configuration."""
 
-    allowed_sequences: AllowedSequences | Sequence[Any] | None
+    allowed_sequences: AllowedSequences | Sequence[object] | None
     """The texts, or lists of ids, of which the answer is one."""
     logprobs: int | None
     """Keep the log-probability of every chosen token, and of this many best ones."""
@@ -39,7 +39,7 @@ class CallOptions(FieldOptions, total=False):
     """What sees every step and adds to it."""
     adapter_names: str | Sequence[str | None] | None
     """The adapter that the model runs with, by the name it was loaded under, or one per row."""
-    schema: str | Mapping[str, Any] | bool | None
+    schema: str | Mapping[str, object] | bool | None
     """The JSON schema that the text follows."""
     regex: str | None
     """The regular expression that the text matches."""
@@ -49,7 +49,7 @@ class CallOptions(FieldOptions, total=False):
     """The texts of which the answer is one."""
     best_of: int | None
     """Draw so many samples and return the best."""
-    majority: Callable[[str], Any] | None
+    majority: Callable[[str], object] | None
     """With best_of: finds the answer in a text; the most frequent one wins."""
     scorer: Callable[[str], float] | None
     """With best_of: rates a text; the highest wins."""
@@ -66,31 +66,31 @@ class CallOptions(FieldOptions, total=False):
 
 
 class ResultOptions(ConfigOptions, total=False):
-    """What decides how many results there are, or of which class."""
+    """The keywords that decide how many results there are, or of which class."""
 
     n_best: int | None
     """Return so many hypotheses of a beam search."""
     strategy: str | Strategy | None
     """The way of choosing by name ("beam", "contrastive", ...), or an object of your own."""
-    strategy_options: Mapping[str, Any] | None
+    strategy_options: Mapping[str, object] | None
     """What a strategy of another package is made with."""
 
 
 class ObjectOptions(CallOptions, total=False):
     """Objects of the caller's that every call takes; `model.generate` spells them out."""
 
-    logits_processor: Sequence[Callable[..., Any]] | None
+    logits_processor: Sequence[Callable[..., object]] | None
     """Functions of (input_ids, scores) that change the scores."""
-    stopping_criteria: Sequence[Callable[..., Any]] | None
+    stopping_criteria: Sequence[Callable[..., object]] | None
     """Functions of (input_ids, scores) that say whether a sequence ends."""
-    prefix_allowed_tokens_fn: Callable[[int, Tensor], Any] | None
+    prefix_allowed_tokens_fn: Callable[[int, Tensor], object] | None
     """A function of (row, ids) that returns the ids that may follow."""
     assistant_model: object
     """A smaller model, which drafts."""
 
 
 class PlainTextOptions(ObjectOptions, total=False):
-    """What a call about prompts takes that gives one text for each."""
+    """The keywords of a call about prompts that gives one text for each."""
 
     add_generation_prompt: bool
     """Whether the chat template begins the answer to messages; it does unless this is False."""
@@ -103,7 +103,7 @@ class PlainTextOptions(ObjectOptions, total=False):
 
 
 class TextOptions(PlainTextOptions, ResultOptions, total=False):
-    """What calls about prompts take: `es.generate`, `es.stream`, `es.open`, `es.chat`."""
+    """The keywords of calls about prompts: `es.generate`, `es.stream`, `es.open`, `es.chat`."""
 
     generation_config: object
     """Values for all that the call does not set."""
@@ -117,7 +117,7 @@ class PromptOptions(TextOptions, total=False):
 
 
 class PromptInputs(TypedDict, total=False):
-    """What a model reads of a prompt, and encoders of what stands beside it."""
+    """The inputs that a model reads of a prompt, and encoders of what stands beside it."""
 
     pixel_values: object
     """The patches of images, as the tokenizer or processor returned them."""
@@ -131,7 +131,7 @@ class PromptInputs(TypedDict, total=False):
     """(B, T, E) embeddings in the place of ids, or beside them."""
     attention_mask: Numbers | None
     """(B, T) 1 for what is read and 0 for padding; or (B, 1 or heads, T, T)."""
-    position_ids: Tensor | Callable[..., Any] | None
+    position_ids: Tensor | Callable[..., object] | None
     """(B, T), or (axes, B, T), positions other than 0, 1, ..."""
     image_grid_thw: object
     """(images, 3) how many patches each has: times, rows, columns."""
@@ -146,7 +146,7 @@ class PromptInputs(TypedDict, total=False):
 
 
 class SpeechOptions(TypedDict, total=False):
-    """What a model that transcribes takes."""
+    """The keywords of a model that transcribes."""
 
     language: str | Sequence[str] | None
     """The language that is spoken, one for all rows or one each; found out if left out."""
@@ -173,7 +173,7 @@ class SpeechOptions(TypedDict, total=False):
 
 
 class ModelOptions(CallOptions, ResultOptions, PromptInputs, SpeechOptions, total=False):
-    """What `model.generate` takes beside the parameters that its signature spells out."""
+    """The keywords of `model.generate` beside what its signature spells out."""
 
     seed: int | Sequence[int] | None
     """Where the draws come from, one for all rows or one each; by default torch's generator."""
@@ -200,7 +200,7 @@ class RectangleOptions(ModelOptions, ObjectOptions, total=False):
     """(B, T) 1 for what is read of it."""
     streamer: object
     """What is given every new token: an object with put and end."""
-    custom_generate: Callable[..., Any] | None
+    custom_generate: Callable[..., object] | None
     """A decoding loop in the place of the engine's."""
     inputs: Tensor | None
     """(B, T) the ids of the prompt."""

@@ -8,7 +8,6 @@ time, and what it makes is kept with the request by absolute position (decision 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,7 +29,7 @@ from everystep.models.vision.places import (
 )
 from everystep.models.vision.spec import Grid, VisionSpec
 from everystep.requests.arrays import as_numbers
-from everystep.requests.features import injected_with
+from everystep.requests.features import digest_of, injected_with
 from everystep.requests.subject import Subject
 from everystep.types import Injected, Prompt, Request
 
@@ -62,18 +61,18 @@ Pictures = tuple[Picture, ...]
 
 
 def vision_of(model: Subject) -> VisionSpec | None:
-    """How the model reads pictures, None where it does not."""
+    """Return how the model reads pictures, None where it does not."""
     core = model.core
     return core.tower.spec if isinstance(core, Model) and core.tower is not None else None
 
 
 def picture_names(model: Subject) -> tuple[str, ...]:
-    """The keywords of pictures, where the model reads any."""
+    """Return the keywords of pictures, where the model reads any."""
     return _KEYWORDS if vision_of(model) is not None else ()
 
 
 def prompt_names(model: Subject) -> tuple[str, ...]:
-    """The keywords of what is encoded and read inside a prompt."""
+    """Return the keywords of what is encoded and read inside a prompt."""
     return (*(one.name for one in model.prompt_inputs), *picture_names(model))
 
 
@@ -95,16 +94,16 @@ class PictureRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """What is cached before a call: `length` positions of each row among those that are passed, or
-    `counts` (B,) of each before them; `shifts`: (B,) by how much position ids are ahead of places
-    there, () for 0. One number stands for all rows."""
+    """The positions that are cached before a call: `length` of each row among those that are
+    passed, or `counts` (B,) of each before them; `shifts`: (B,) by how much position ids are ahead
+    of places there, () for 0. One number stands for all rows."""
 
     length: int = 0
     counts: tuple[int, ...] = ()
     shifts: tuple[int, ...] = ()
 
     def row(self, number: int, prompt: Prompt, real: np.ndarray, first: int) -> PictureRow:
-        """A row whose prompt begins at the position `first` of what is passed."""
+        """Return a row whose prompt begins at the position `first` of what is passed."""
         place = self.counts[number % len(self.counts)] if self.counts else 0
         shift = self.shifts[number % len(self.shifts)] if place and self.shifts else 0
         begin = place + shift
@@ -112,8 +111,8 @@ class Held:
 
     @classmethod
     def by(cls, cache: Cache | None, seen: Tensor | None) -> Held:
-        """What a cache holds. `seen`: (B, S) which of it is real, where what is cached is not
-        passed again."""
+        """Return what a cache holds. `seen`: (B, S) which of it is real, where what is cached is
+        not passed again."""
         if cache is None or seen is None:
             return cls(0 if cache is None else int(cache.get_seq_length()))
         own, counts = own_half(cache).shifts, seen.sum(-1).tolist()
@@ -126,8 +125,8 @@ NOTHING_HELD = Held()
 
 
 def shift_of(prompt: Prompt) -> int:
-    """By how much position ids are ahead of places behind the prompt; 0 where it has one axis,
-    whose position ids are the caller's for one call alone."""
+    """Return by how much position ids are ahead of places behind the prompt; 0 where it has one
+    axis, whose position ids are the caller's for one call alone."""
     several = prompt.positions is not None and prompt.positions.dim() > 1
     return prompt.follows - prompt.length if several else 0
 
@@ -140,13 +139,15 @@ def read_pictures(
 
     RequestError where grids, pixels and placeholders do not fit together.
     """
-    kinds = [_kinds(spec, row.prompt) for row in rows]
+    given = tuple(row.prompt for row in rows)
+    kinds = [kinds_of(spec, np.empty(0, np.int64) if p.ids is None else p.ids) for p in given]
     passed = any(name in named for name in _KEYWORDS if name != _KINDS)
     shifted = any(row.begin != row.place for row in rows)
-    if not (passed or shifted) and all(row.prompt.embeds is not None for row in rows):
+    if not (passed or shifted) and all(prompt.embeds is not None for prompt in given):
         # What stands at placeholders was embedded by the caller.
-        return tuple(row.prompt for row in rows), ((),) * len(rows)
-    if (passed or shifted) and not all(_is_aligned(row.prompt) for row in rows):
+        return given, ((),) * len(rows)
+    aligned = all(p.ids is not None and p.hidden == p.before for p in given)
+    if (passed or shifted) and not aligned:
         raise RequestError(
             "images and videos need to know where they stand",
             wanted="one id per position",
@@ -173,17 +174,8 @@ def read_pictures(
     )
 
 
-def _is_aligned(prompt: Prompt) -> bool:
-    return prompt.ids is not None and prompt.hidden == prompt.before
-
-
-def _kinds(spec: VisionSpec, prompt: Prompt) -> np.ndarray:
-    """(T,) what stands at each id."""
-    return kinds_of(spec, np.empty(0, np.int64) if prompt.ids is None else prompt.ids)
-
-
 def _require_kinds(named: Named, kinds: list[np.ndarray], rows: Sequence[PictureRow]) -> None:
-    """RequestError for token types that say something else than the ids do."""
+    """Refuse token types that say something else than the ids do."""
     if _KINDS not in named:
         return
     said = as_numbers(_KINDS, named[_KINDS], "(batch, length) numbers").cpu().numpy()
@@ -209,7 +201,8 @@ def _require_kinds(named: Named, kinds: list[np.ndarray], rows: Sequence[Picture
 def _shares(
     spec: VisionSpec, kind: int, extents: list[Extent], kinds: list[np.ndarray]
 ) -> list[list[Extent]]:
-    """Per row those whose features stand among its ids; rows have theirs one after another."""
+    """Return per row those whose features stand among its ids; rows have theirs one after
+    another."""
     found, at = list[list[Extent]](), 0
     for own in kinds:
         count, first = int((own == kind).sum()), at
@@ -226,7 +219,7 @@ def _shares(
 
 
 def _extents(spec: VisionSpec, named: Named, kind: int) -> list[Extent]:
-    """What the call passes as grids; RequestError for what no picture has."""
+    """Return what the call passes as grids; RequestError for what no picture has."""
     pixels, name = _NAMES[kind]
     if name not in named:
         if pixels in named:
@@ -252,7 +245,7 @@ def _extents(spec: VisionSpec, named: Named, kind: int) -> list[Extent]:
 
 
 def _seconds(spec: VisionSpec, named: Named, kind: int, grids: list[Grid]) -> list[float]:
-    """How long a frame group of each picture lasts."""
+    """Return the seconds that a frame group of each picture lasts."""
     if _SECONDS in named and spec.time_step is None:
         what = f"{_SECONDS} has no effect on this model"
         raise RequestError(what, do=f"Leave {_SECONDS} out")
@@ -273,7 +266,8 @@ def _with_pixels(
     kinds: list[np.ndarray],
     rows: Sequence[PictureRow],
 ) -> list[Pictures]:
-    """The pictures of each row with their patches: those of all, or of all that is not cached."""
+    """Return the pictures of each row with their patches: those of all, or of all that is not
+    cached."""
     found = []
     for own, marks, row in zip(shares, kinds, rows, strict=True):
         places = np.flatnonzero(marks == kind)
@@ -299,7 +293,7 @@ def _with_pixels(
 
 
 def _read_pixels(spec: VisionSpec, name: str, given: object, most: int) -> Tensor:
-    """(n, values) patches, none where nothing is given; RequestError for what is none."""
+    """Return (n, values) patches, none where nothing is given; RequestError for what is none."""
     if given is None:
         return torch.empty(0, spec.patch_size)
     wanted = f"({most}, {spec.patch_size}) values"
@@ -324,7 +318,7 @@ def _read_pixels(spec: VisionSpec, name: str, given: object, most: int) -> Tenso
 def with_pictures(
     model: Subject, requests: Sequence[Request], pictures: Sequence[Pictures]
 ) -> tuple[Request, ...]:
-    """The requests, whose prompts hold the features of their pictures."""
+    """Return the requests, whose prompts hold the features of their pictures."""
     prompts = [request.prompt for request in requests]
     pairs = zip(requests, features_of(model, prompts, pictures), strict=True)
     return tuple(replace(one, prompt=injected_with(one.prompt, own)) for one, own in pairs)
@@ -333,7 +327,8 @@ def with_pictures(
 def features_of(
     model: Subject, prompts: Sequence[Prompt], pictures: Sequence[Pictures]
 ) -> list[list[Injected]]:
-    """Per prompt the features of its pictures, where they stand; each content is encoded once."""
+    """Return per prompt the features of its pictures, where they stand; each content is encoded
+    once."""
     core, known = model.core, dict[bytes, tuple[Tensor, Tensor | None]]()
     found = list[list[Injected]]()
     for prompt, own in zip(prompts, pictures, strict=True):
@@ -341,15 +336,8 @@ def features_of(
         for one in own:
             if one.pixels is None or not isinstance(core, Model) or core.tower is None:
                 continue
-            key = _digest(one.pixels, one.extent.grid)
+            key = digest_of(one.pixels, str(one.extent.grid))
             if key not in known:
                 known[key] = core.tower.encode(one.pixels, one.extent.grid)
             found[-1].append(Injected(prompt.length + one.places, *known[key]))
     return found
-
-
-def _digest(pixels: Tensor, grid: Grid) -> bytes:
-    plain = pixels.contiguous().cpu().view(-1).view(torch.uint8).numpy()
-    found = hashlib.sha256(repr((grid, str(pixels.dtype))).encode())
-    found.update(plain.tobytes())
-    return found.digest()

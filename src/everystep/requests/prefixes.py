@@ -18,7 +18,7 @@ from everystep.types import InputSpec, Prompt
 
 
 def read_prefix(given: object) -> Prefix | None:
-    """What was passed as `prefix`; RequestError if it is something else."""
+    """Return what was passed as `prefix`; RequestError if it is something else."""
     if given is None or isinstance(given, Prefix):
         return given
     do = "Make it with everystep.prefill(model, tokenizer, prompt)"
@@ -31,8 +31,9 @@ def after_prefix(prefix: Prefix, model: Subject, inputs: Inputs) -> Inputs:
     Where the prefix and what follows are ids, the prompt is all of them; otherwise the positions of
     the prefix have no ids.
     """
-    count, head, declared = len(prefix), prefix.ids, declared_of(model)
-    if head is not None and all(_only_ids(prompt) for prompt in inputs.prompts):
+    count, head, declared = len(prefix), prefix.ids, model.inputs
+    only_ids = all(one.embeds is None and one.ids is not None for one in inputs.prompts)
+    if head is not None and only_ids:
         prompts = tuple(
             replace(_moved(prompt, prefix, declared), ids=np.concatenate([head, prompt.ids]))
             for prompt in inputs.prompts
@@ -45,17 +46,9 @@ def after_prefix(prefix: Prefix, model: Subject, inputs: Inputs) -> Inputs:
     return replace(inputs, prompts=prompts, lead=count, seen=seen)
 
 
-def declared_of(model: Subject) -> Mapping[str, InputSpec]:
-    """What the model declares beside ids and embeddings, by name."""
-    return {one.name: one for one in model.core.network.inputs}
-
-
-def _only_ids(prompt: Prompt) -> bool:
-    return prompt.embeds is None and prompt.ids is not None
-
-
 def _moved(prompt: Prompt, prefix: Prefix, declared: Mapping[str, InputSpec]) -> Prompt:
-    """The prompt with the past of the prefix, and what it is given at its places after it."""
+    """Return the prompt with the past of the prefix, and what it is given at its places after
+    it."""
     count, own, beyond = len(prefix), prompt.positions, prompt.beyond
     if beyond is None and prefix.prompt.beyond is not None and own is None:
         beyond = prefix.prompt.beyond + prompt.length
@@ -79,7 +72,7 @@ def _moved(prompt: Prompt, prefix: Prefix, declared: Mapping[str, InputSpec]) ->
 
 
 def require_fitting(prefix: Prefix, model: Subject, inputs: Inputs, options: Options) -> None:
-    """RequestError where a call cannot go on from the prefix."""
+    """Refuse a call that cannot go on from the prefix."""
     e = options.effective
     if prefix.core != model.core:
         do = "Make it anew with this model, and after model.to() or a change of its weights"
@@ -101,12 +94,12 @@ def require_fitting(prefix: Prefix, model: Subject, inputs: Inputs, options: Opt
 
 
 def refuse_unseen_states() -> NoReturn:
-    """RequestError: a strategy reads hidden states of positions that are not fed again."""
+    """Raise RequestError: a strategy reads hidden states of positions that are not fed again."""
     _refuse("lacks hidden states", "none, for penalty_alpha", "both")
 
 
 def require_whole(prompt: Prompt) -> None:
-    """RequestError if what follows a prompt could not know what it may see."""
+    """Raise RequestError if what follows a prompt could not know what it may see."""
     if prompt.mask is not None:
         do = "Leave out the positions that nothing is to see"
         raise RequestError(
@@ -115,7 +108,7 @@ def require_whole(prompt: Prompt) -> None:
 
 
 def rest_of(ids: Tensor, prefix: Prefix | None) -> Tensor:
-    """(n,) the ids of a whole conversation after the prefix that it begins with."""
+    """Return (n,) the ids of a whole conversation after the prefix that it begins with."""
     if prefix is None:
         return ids
     if prefix.ids is None:

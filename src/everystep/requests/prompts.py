@@ -9,7 +9,8 @@ that is the content.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -26,27 +27,27 @@ from everystep.requests.subject import Subject
 
 
 class Tokenizing(Protocol):
-    """What a tokenizer can do at least, for type checkers that shall tell it from None."""
+    """A tokenizer at its least, for type checkers that shall tell it from None."""
 
-    def encode(self, *args: object, **kwargs: object) -> Any:
-        """The ids of a text."""
+    def encode(self, *args: object, **kwargs: object) -> object:
+        """Return the ids of a text."""
         ...
 
-    def decode(self, *args: object, **kwargs: object) -> Any:
-        """The text of ids."""
+    def decode(self, *args: object, **kwargs: object) -> object:
+        """Return the text of ids."""
         ...
 
 
 TokenizerLike = Any
 """A tokenizer of ours, or one of another library with `encode` and `decode`."""
-Messages = Sequence[Mapping[str, Any]]
-PromptLike = str | Sequence[int] | Messages | Tensor | np.ndarray | Mapping[str, Any]
+Messages = Sequence[Mapping[str, object]]
+PromptLike = str | Sequence[int] | Messages | Tensor | np.ndarray | Mapping[str, object]
 
 _ONE_ROW = "Pass each prompt by itself in a list: texts, messages, or lists of ids"
 
 
-def listed(prompts: Any) -> tuple[Iterable[PromptLike], bool]:
-    """The prompts, and whether it is a single one that was not in a list."""
+def listed(prompts: object) -> tuple[Iterable[PromptLike], bool]:
+    """Return the prompts, and whether it is a single one that was not in a list."""
     if isinstance(prompts, str | Mapping) or is_messages(prompts):
         return [prompts], True
     if isinstance(prompts, Tensor | np.ndarray):
@@ -60,8 +61,8 @@ def listed(prompts: Any) -> tuple[Iterable[PromptLike], bool]:
     return prompts, False
 
 
-def is_messages(prompt: object) -> bool:
-    """Whether a prompt is a conversation."""
+def is_messages(prompt: object) -> TypeGuard[Messages]:
+    """Return True for a conversation."""
     first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
     return isinstance(first, Mapping) and "role" in first
 
@@ -83,7 +84,8 @@ def read_prompt(
     if not isinstance(prompt, Mapping):
         if source is not None:
             _require_content({"input_ids": prompt}, (source,))
-        return _with_mask(_read_text(tokenizer, prompt, starts_answer, prefix), source)
+        values = _read_text(tokenizer, prompt, starts_answer, prefix)
+        return _with_mask(PromptValues.of(values), source)
     known = (*IN_PROMPTS, *model.inputs, *prompt_names(model))
     _require_known(prompt, known)
     _require_content(prompt, CONTENTS if source is None else (source,))
@@ -92,19 +94,20 @@ def read_prompt(
     values = {name: _row(model, name, value) for name, value in given.items()}
     if text is not None:
         values |= _read_text(tokenizer, text, starts_answer, prefix)
-    return _with_mask(values, source)
+    return _with_mask(PromptValues.of(values), source)
 
 
-def _with_mask(values: dict[str, Any], source: str | None) -> PromptValues:
-    """Return the values of one row, all of which is read where nothing says otherwise."""
-    if "attention_mask" not in values and source is None:
-        first = values.get("inputs_embeds", values.get("input_ids"))
-        values["attention_mask"] = np.ones(np.shape(first)[:2], dtype=np.int64)  # type: ignore[arg-type]
-    return PromptValues.of(values)
+def _with_mask(row: PromptValues, source: str | None) -> PromptValues:
+    """Return one row, all of which is read where nothing says otherwise."""
+    if row.attention_mask is not None or source is not None:
+        return row
+    first = row.input_ids if row.inputs_embeds is None else row.inputs_embeds
+    shape = np.shape(first)[:2]  # type: ignore[call-overload]
+    return replace(row, attention_mask=np.ones(shape, dtype=np.int64))
 
 
 def _require_known(prompt: Mapping[str, object], known: Sequence[str]) -> None:
-    """UnknownArgumentError for a key that no prompt of the model has."""
+    """Refuse a key that no prompt of the model has."""
     for name in prompt:
         if name not in known:
             near = nearest(str(name), known)
@@ -113,7 +116,7 @@ def _require_known(prompt: Mapping[str, object], known: Sequence[str]) -> None:
 
 
 def _require_content(prompt: Mapping[str, object], contents: Sequence[str]) -> None:
-    """RequestError unless the mapping has one of the contents."""
+    """Refuse a mapping without exactly one of the contents."""
     passed = {name for name in (*CONTENTS, *contents) if prompt.get(name) is not None}
     if (len(passed) == 1 and passed <= {*contents}) or passed == {"input_ids", "inputs_embeds"}:
         return
@@ -125,8 +128,8 @@ def _require_content(prompt: Mapping[str, object], contents: Sequence[str]) -> N
     )
 
 
-def _row(model: Subject, name: str, value: object) -> Any:
-    """A value of one row in a batch of one."""
+def _row(model: Subject, name: str, value: object) -> object:
+    """Return a value of one row in a batch of one."""
     if callable(value):
         return value
     if name not in IN_PROMPTS and name not in model.inputs:
@@ -157,10 +160,10 @@ def _row(model: Subject, name: str, value: object) -> Any:
 
 
 def _read_text(
-    tokenizer: TokenizerLike | None, prompt: Any, starts_answer: bool, prefix: Prefix | None
-) -> dict[str, Any]:
-    """The ids of a text, of messages or of ids, (1, n), and the pictures of messages."""
-    if isinstance(prompt, str) or not is_messages(prompt) or not has_pictures(prompt):
+    tokenizer: TokenizerLike | None, prompt: object, starts_answer: bool, prefix: Prefix | None
+) -> dict[str, object]:
+    """Return the ids of a text, of messages or of ids, (1, n), and the pictures of messages."""
+    if not is_messages(prompt) or not has_pictures(prompt):
         return {"input_ids": _ids(tokenizer, prompt, starts_answer, prefix)[None]}
     if not isinstance(tokenizer, PictureTokenizer) or prefix is not None:
         raise RequestError(
@@ -176,10 +179,11 @@ def _read_text(
 
 
 def _ids(
-    tokenizer: TokenizerLike | None, prompt: Any, starts_answer: bool, prefix: Prefix | None
+    tokenizer: TokenizerLike | None, prompt: object, starts_answer: bool, prefix: Prefix | None
 ) -> np.ndarray:
-    """The ids of a text, of messages through the chat template, or of ids as they are."""
-    if not isinstance(prompt, str) and not is_messages(prompt):
+    """Return the ids of a text, of messages through the chat template, or of ids as they are."""
+    messages = [*prompt] if is_messages(prompt) else None
+    if messages is None and not isinstance(prompt, str):
         whole = isinstance(prompt, Tensor | np.ndarray)
         given = list(prompt) if not whole and isinstance(prompt, Iterable) else prompt
         ids = as_numbers("a prompt", given, "a text, messages or a list of ids", _ONE_ROW)
@@ -202,10 +206,7 @@ def _ids(
         )
     else:
         rendered = tokenizer.apply_chat_template(
-            list(prompt),
-            tokenize=True,
-            add_generation_prompt=starts_answer,
-            return_dict=False,
+            messages, tokenize=True, add_generation_prompt=starts_answer, return_dict=False
         )
         ids = rest_of(_returned(rendered), prefix)
     if ids.dim() != 1 or not len(ids):
@@ -221,12 +222,12 @@ def _ids(
 
 
 def _returned(ids: object) -> Tensor:
-    """What a tokenizer returned, which may be the caller's own."""
+    """Return the ids of what a tokenizer returned, which may be the caller's own."""
     do = "Pass a tokenizer that returns ids"
     return as_numbers("what the tokenizer returned", ids, "a list of ids", do)
 
 
 def _cannot_chat(tokenizer: TokenizerLike) -> bool:
-    """Whether messages cannot be rendered: no template, or nothing that could use one."""
+    """Return True where messages cannot be rendered: no template, or nothing that could use one."""
     able = callable(getattr(tokenizer, "apply_chat_template", None))
     return not able or getattr(tokenizer, "chat_template", "its own") is None

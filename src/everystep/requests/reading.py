@@ -1,10 +1,9 @@
-"""What a call asks for beside its prompt: its arguments read, judged and kept once."""
+"""The arguments of a call beside its prompt: read, judged and kept once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from everystep.config import FIELDS, Effective, merge_configs
 from everystep.errors import RequestError, shown
@@ -119,8 +118,7 @@ def _read_choosing(
 
 
 def require_output_object(recording: Recording, e: Effective) -> None:
-    """Refuse log-probabilities and tuples where there is no output object, in which they have their
-    place."""
+    """Refuse log-probabilities and tuples of a call without the output object that holds them."""
     if recording.legacy_cache and not (e.return_dict_in_generate and e.use_cache is not False):
         raise RequestError(
             "return_legacy_cache is about the cache of the output object",
@@ -202,8 +200,8 @@ def _special_ids(effective: Effective, vocabulary: int) -> Ends:
     return Ends(known, fill, starts, begin)
 
 
-def _listed(value: Any) -> tuple[int, ...]:
+def _listed(value: int | list[int] | tuple[int, ...] | None) -> tuple[int, ...]:
     """Return one id, several or none as a tuple."""
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
+    return (value,) if isinstance(value, int) else tuple(value)

@@ -1,4 +1,4 @@
-"""What a call passed for the rows of its rectangle: read, checked part by part, cut row by row."""
+"""The rows of a rectangle as a call passed them: read, checked part by part, cut row by row."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from everystep.types import InputSpec, Prompt
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Passed:
-    """What a call passed for B rows of L positions, each part checked by itself.
+    """The parts of B rows of L positions that a call passed, each checked by itself.
 
     `ids`: (B, T), of any T beside `embeds` (B, L, E). `real`: (B, L) bool, `square`: (B, 1 or H, L,
     L) bool or None. `positions`: (..., B or 1, L) or None. `named`: what the model declares.
@@ -64,11 +64,11 @@ class Passed:
 
     @property
     def aligned(self) -> bool:
-        """Whether every position has an id."""
+        """True where every position has an id."""
         return self.ids is not None and self.ids.shape == self.shape
 
     def prompt(self, row: int, first: int, last: int) -> Prompt:
-        """The positions [first, last) of a row."""
+        """Return the positions [first, last) of a row."""
         mask = None if self.square is None else self.square[row]
         places: Tensor | None = None
         if mask is None and not self.real[row, first:last].all():
@@ -325,7 +325,7 @@ def _read_whole(
 
 
 def _shown(prompt: Prompt) -> np.ndarray:
-    """(length,) bool: the positions that its mask shows."""
+    """Return (length,) bool: the positions that its mask shows."""
     if prompt.mask is None:
         return np.ones(prompt.length, dtype=bool)
     shown: np.ndarray = prompt.mask[-1].numpy()

@@ -1,4 +1,4 @@
-"""`Subject`: what a request has to know of the model that it is for."""
+"""`Subject`: a model, as far as a request has to know it."""
 
 from __future__ import annotations
 

@@ -94,8 +94,10 @@ def write_run(state: RunState, model: Subject, tokenizer: object, path: Path) ->
     }
     tensors = {"state": torch.frombuffer(bytearray(to_bytes(stored)), dtype=torch.uint8)}
     for name, value in state.passed.passed().items():
-        listed = isinstance(value, list | tuple) and len(value) == 1
-        tensors[(_ROW if listed else _PROMPT) + name] = _tensor(name, value[0] if listed else value)
+        if isinstance(value, list | tuple) and len(value) == 1:
+            tensors[_ROW + name] = _tensor(name, value[0])
+        else:
+            tensors[_PROMPT + name] = _tensor(name, value)
     metadata = {
         "format": _FORMAT,
         "version": str(_VERSION),

@@ -67,7 +67,7 @@ a caller declares under other names are passed as `**inputs`, a `dict[str, Any]`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
 import numpy as np
 from torch import Tensor
@@ -80,7 +80,7 @@ from everystep.requests.subject import Subject
 from everystep.types.hooks import Hook
 from everystep.types.request import Strategy
 
-Numbers = Tensor | np.ndarray | Sequence[Any]
+Numbers = Tensor | np.ndarray | Sequence[object]
 """A tensor, or what one can be made of."""
 '''
 
@@ -133,11 +133,15 @@ def _option_classes() -> str:
 
 
 _CLASSES: tuple[tuple[str, list[str], str], ...] = (
-    ("CallOptions", ["FieldOptions"], "What every call takes beside fields of a configuration."),
+    (
+        "CallOptions",
+        ["FieldOptions"],
+        "The keywords that every call takes beside fields of a configuration.",
+    ),
     (
         "ResultOptions",
         ["ConfigOptions"],
-        "What decides how many results there are, or of which class.",
+        "The keywords that decide how many results there are, or of which class.",
     ),
     (
         "ObjectOptions",
@@ -147,12 +151,12 @@ _CLASSES: tuple[tuple[str, list[str], str], ...] = (
     (
         "PlainTextOptions",
         ["ObjectOptions"],
-        "What a call about prompts takes that gives one text for each.",
+        "The keywords of a call about prompts that gives one text for each.",
     ),
     (
         "TextOptions",
         ["PlainTextOptions", "ResultOptions"],
-        "What calls about prompts take: `es.generate`, `es.stream`, `es.open`, `es.chat`.",
+        "The keywords of calls about prompts: `es.generate`, `es.stream`, `es.open`, `es.chat`.",
     ),
     (
         "PromptOptions",
@@ -162,13 +166,13 @@ _CLASSES: tuple[tuple[str, list[str], str], ...] = (
     (
         "PromptInputs",
         ["TypedDict"],
-        "What a model reads of a prompt, and encoders of what stands beside it.",
+        "The inputs that a model reads of a prompt, and encoders of what stands beside it.",
     ),
-    ("SpeechOptions", ["TypedDict"], "What a model that transcribes takes."),
+    ("SpeechOptions", ["TypedDict"], "The keywords of a model that transcribes."),
     (
         "ModelOptions",
         ["CallOptions", "ResultOptions", "PromptInputs", "SpeechOptions"],
-        "What `model.generate` takes beside the parameters that its signature spells out.",
+        "The keywords of `model.generate` beside what its signature spells out.",
     ),
     (
         "RectangleOptions",

@@ -34,6 +34,7 @@ from everystep.files.safetensors import read_file
 from everystep.nn.digests import add_tensor
 from everystep.requests.door import PromptValues
 from everystep.requests.options import Prefix
+from everystep.requests.prompts import TokenizerLike
 from everystep.requests.subject import Subject
 from everystep.runs.hands import Asked
 from everystep.types import nobodys
@@ -54,7 +55,7 @@ class Trail:
     """
 
     given: AbstractSet[int] = frozenset()
-    memos: Mapping[int, Mapping[str, Any]] = field(default_factory=lambda: {0: {}})
+    memos: Mapping[int, Mapping[str, object]] = field(default_factory=lambda: {0: {}})
     steps: int = 0
     shown: AbstractSet[int] = frozenset()
 
@@ -245,7 +246,7 @@ def _written(file: Path, state: Tensor) -> Written:
 
 def _prompt(file: Path, tensors: Mapping[str, Tensor]) -> PromptValues:
     """Return the prompt as it was given."""
-    prompt: dict[str, Any] = {}
+    prompt: dict[str, object] = {}
     for name, tensor in tensors.items():
         if name.startswith(_PROMPT):
             prompt[name.removeprefix(_PROMPT)] = tensor
@@ -301,9 +302,9 @@ def _check_prefix(written: str | None, again: Mapping[str, object]) -> None:
 # --- what is written ------------------------------------------------------------------------------
 
 
-def _plain(asked: Asked) -> tuple[dict[str, Any], list[str], int]:
+def _plain(asked: Asked) -> tuple[dict[str, object], list[str], object]:
     """Return what can be written of the keywords, the names of the others, and the seed."""
-    plain: dict[str, Any] = {}
+    plain: dict[str, object] = {}
     missing: list[str] = []
     for name, value in asked.options.items():
         said = value.to_diff_dict() if isinstance(value, GenerationConfig) else value
@@ -316,7 +317,7 @@ def _plain(asked: Asked) -> tuple[dict[str, Any], list[str], int]:
     return plain, missing, asked.seed
 
 
-def _revived(file: Path, plain: Mapping[str, object]) -> dict[str, Any]:
+def _revived(file: Path, plain: Mapping[str, object]) -> dict[str, object]:
     """Return the keywords as they were passed."""
     found = dict(plain)
     said = found.get("generation_config")
@@ -327,7 +328,7 @@ def _revived(file: Path, plain: Mapping[str, object]) -> dict[str, Any]:
     return found
 
 
-def _plain_memos(memos: Mapping[int, Mapping[str, object]]) -> dict[int, dict[str, Any]]:
+def _plain_memos(memos: Mapping[int, Mapping[str, object]]) -> dict[int, dict[str, object]]:
     """Return them without likelihoods: the group's own memo has them all."""
     return {
         n: {name: value for name, value in memo.items() if name != "logprobs"}
@@ -356,7 +357,7 @@ def prefix_digest(prefix: object) -> str | None:
     return f"{len(prefix)} {fingerprint(nobodys(prefix.prompt))}"
 
 
-def tokenizer_digest(tokenizer: Any) -> str:
+def tokenizer_digest(tokenizer: TokenizerLike | None) -> str:
     """Return a text that is equal for tokenizers that spell alike: judged by a text, their size,
     special tokens and chat template, and 256 of their tokens."""
     if tokenizer is None:

@@ -7,14 +7,13 @@ not do is an error, never dropped. How files are found and read is not known her
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 
-from everystep.api.load import load_model
+from everystep.api.load import Source, load_model
 from everystep.api.model import LanguageModel
 from everystep.errors import (
     ModelClassError,
@@ -31,8 +30,6 @@ from everystep.files.sources import resolve_source
 from everystep.models import complete_config
 from everystep.models.config import ModelConfig
 from everystep.text import Tokenizer
-
-Name = str | os.PathLike[str]
 
 _HUB = ("revision", "cache_dir", "token", "local_files_only")
 # Argument -> the values that ask for nothing else than what is done anyway.
@@ -144,7 +141,7 @@ class _AutoModel(_Auto):
     @classmethod
     def from_pretrained(
         cls,
-        pretrained_model_name_or_path: Name,
+        pretrained_model_name_or_path: Source,
         *,
         dtype: str | torch.dtype | None = None,
         torch_dtype: str | torch.dtype | None = None,
@@ -202,7 +199,7 @@ class AutoTokenizer(_Auto):
 
     @staticmethod
     def from_pretrained(
-        pretrained_model_name_or_path: Name,
+        pretrained_model_name_or_path: Source,
         *,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
@@ -234,7 +231,7 @@ class AutoConfig(_Auto):
 
     @staticmethod
     def from_pretrained(
-        pretrained_model_name_or_path: Name,
+        pretrained_model_name_or_path: Source,
         *,
         revision: str | None = None,
         cache_dir: str | Path | None = None,

@@ -98,7 +98,10 @@ def forward(
         declared=seen.declared,
     )
     loss = loss_of(logits, labels, model.is_encoder_decoder)
-    result = output_of(logits, loss, cache, heard, output_hidden_states, output_attentions)
+    result = CausalLMOutput(loss, logits, cache)
+    if heard is not None:
+        result.hidden_states = tuple(heard.layers) if output_hidden_states else None
+        result.attentions = tuple(heard.attentions) if output_attentions else None
     return result.to_tuple() if return_dict is False else result
 
 
@@ -148,26 +151,10 @@ def states_in_place(given: object, *read: Tensor | None) -> Tensor | None:
 
 
 def listener(layers: object, attentions: object) -> Heard | None:
-    """Return the ear of a forward, None where neither is asked for."""
+    """Return a `Heard` for layers or attentions, None where neither is asked for."""
     for name, flag in (("output_hidden_states", layers), ("output_attentions", attentions)):
         require(flag is None or isinstance(flag, bool), name, "True, False or None", flag)
     return Heard() if layers or attentions else None
-
-
-def output_of(
-    logits: Tensor,
-    loss: Tensor | None,
-    cache: Cache | None,
-    heard: Heard | None,
-    layers: bool | None,
-    attentions: bool | None,
-) -> CausalLMOutput:
-    """Return the output of a call, with the layers and attentions that were asked for."""
-    result = CausalLMOutput(loss, logits, cache)
-    if heard is not None:
-        result.hidden_states = tuple(heard.layers) if layers else None
-        result.attentions = tuple(heard.attentions) if attentions else None
-    return result
 
 
 def cache_of_forward(

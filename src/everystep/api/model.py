@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
-from os import PathLike
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack, final
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from everystep.api.chat_defaults import ChatDefaults
 from everystep.api.forward import forward
-from everystep.api.saving import Merged, Saving
+from everystep.api.saving import Folder, Merged, Saving
 from everystep.api.subjects import Holder, OwnSubject, WrappedSubject
 from everystep.bridge.core import ForeignModel
 from everystep.cache.formats import CacheDtype, Quantization
@@ -198,7 +197,7 @@ class LanguageModel(Subject):
         self._held.to(device, dtype)
         return self
 
-    def load_adapter(self, name: str, folder: str | PathLike[str]) -> None:
+    def load_adapter(self, name: str, folder: Folder) -> None:
         """Let requests ask for the LoRA in a PEFT folder by this name from now on.
 
         A call that is running goes on without it. See `read_lora` for what is refused; a wrapped
@@ -243,7 +242,7 @@ class LanguageModel(Subject):
 
     def save_pretrained(
         self,
-        save_directory: str | PathLike[str],
+        save_directory: Folder,
         *,
         dtype: torch.dtype | None = None,
         adapters: Merged | None = None,

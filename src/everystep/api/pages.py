@@ -49,7 +49,7 @@ def layout_prompt(
 ) -> dict[str, Tensor]:
     """Return the prompt of a question about a page, for `model.generate` and `es.generate`.
 
-    It has `input_ids` and `attention_mask` (1, T), `pixel_values` (1, 3, side, side) and, where there are
+    `input_ids` and `attention_mask` (1, T), `pixel_values` (1, 3, side, side) and, where there are
     lines, `bbox` (1, n, 4). `lines`: the path of a JSON file, or pairs of a text and a box [left,
     top, right, bottom]; `image`: the path of the page's picture, or an `Image` of Pillow.
     `page_size`: width and height in the unit of the boxes, those that the file says or those of

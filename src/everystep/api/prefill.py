@@ -43,7 +43,7 @@ def prefill(
     adapter_names: str | None = None,
     **inputs: Unpack[PromptInputs],
 ) -> Prefix:
-    """Feed a prompt once, and return what calls that continue from it start with.
+    """Feed a prompt once, and return the prefix from which calls go on.
 
     `prompt`: a text, a list of ids, messages, which are rendered without the beginning of an
     answer, or a mapping of any of these and what stands beside them, as for `es.generate`. Without
@@ -108,9 +108,9 @@ def _refuse_choices(given: Mapping[str, object]) -> None:
 def _held(
     model: LanguageModel,
     prompt: Prompt,
-    values: Rows = (),
-    pictures: Sequence[Pictures] = (),
-    adapters: tuple[tuple[str, float], ...] = (),
+    values: Rows,
+    pictures: Sequence[Pictures],
+    adapters: tuple[tuple[str, float], ...],
 ) -> Past:
     """Return the past of a row after the whole prompt, features of values and pictures included."""
     request = Request(

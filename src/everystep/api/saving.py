@@ -22,6 +22,7 @@ from everystep.files.safetensors_writer import Entry, is_of_weights, write_weigh
 from everystep.models import Model, exported_config, named_shapes, named_weights, stored_weights
 from everystep.nn.quantized import QuantizedWeight
 
+Folder = str | PathLike[str]
 Merged = Sequence[str | tuple[str, float]]
 """Names of adapters, or pairs of a name and a weight."""
 
@@ -43,9 +44,7 @@ _UNITS = {
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
 
 
-def save_model(
-    core: Model, settings: GenerationConfig, folder: str | PathLike[str], saving: Saving
-) -> None:
+def save_model(core: Model, settings: GenerationConfig, folder: Folder, saving: Saving) -> None:
     """Write a model, its adapters merged already; see `LanguageModel.save_pretrained`."""
     most_bytes = _bytes_of(saving.max_shard_size)
     wanted = _type_of(core, saving.dtype)

@@ -44,10 +44,10 @@ class _FirstToken(BaseStreamer):
             self.at = time.perf_counter()
 
     def put(self, value: object) -> None:
-        """The prompt is nothing new."""
+        """Ignore the prompt."""
 
     def end(self) -> None:
-        """The end is seen by whoever called."""
+        """Ignore the end, which whoever called sees."""
 
 
 def measure_speed(

@@ -11,7 +11,6 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import partial
-from os import PathLike
 from typing import Any, Protocol, final
 from weakref import WeakKeyDictionary
 
@@ -25,7 +24,7 @@ from everystep.adapters import (
     with_adapter,
     without_adapter,
 )
-from everystep.api.saving import Saving, save_model, with_merged
+from everystep.api.saving import Folder, Saving, save_model, with_merged
 from everystep.bridge.core import ForeignModel
 from everystep.bridge.foreign import library
 from everystep.cache.formats import CacheDtype, KvFormat, Quantization
@@ -93,7 +92,7 @@ class Holder(Subject, Protocol):
         """Move the weights to the device and convert them to the type; None: as they are."""
 
     @abstractmethod
-    def load_adapter(self, name: str, folder: str | PathLike[str]) -> None:
+    def load_adapter(self, name: str, folder: Folder) -> None:
         """Let requests ask for the adapter in a folder by this name."""
 
     @abstractmethod
@@ -113,10 +112,8 @@ class Holder(Subject, Protocol):
         """Return every weight by name."""
 
     @abstractmethod
-    def save_pretrained(
-        self, folder: str | PathLike[str], saving: Saving, of_module: Mapping[str, object]
-    ) -> None:
-        """Write the model into the folder; `of_module`: arguments for a module that writes."""
+    def save_pretrained(self, folder: Folder, saving: Saving, passed: Mapping[str, object]) -> None:
+        """Write the model into the folder; `passed`: further arguments, for a module."""
 
 
 @final
@@ -208,7 +205,7 @@ class OwnSubject(Holder):
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def eval(self) -> None:
-        """There is no training mode."""
+        """Do nothing: there is no training mode."""
 
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         place = self.device if device is None else usable_device(device)
@@ -217,7 +214,7 @@ class OwnSubject(Holder):
             self._core = convert_model(self._core, device=place, dtype=dtype, in_panels=in_panels)
             self._adapters = moved_adapters(self._adapters, self._core.device, self._core.dtype)
 
-    def load_adapter(self, name: str, folder: str | PathLike[str]) -> None:
+    def load_adapter(self, name: str, folder: Folder) -> None:
         self._adapters = with_adapter(self._adapters, name, folder, self._core)
 
     def delete_adapter(self, name: str) -> None:
@@ -236,11 +233,9 @@ class OwnSubject(Holder):
     def state_dict(self) -> dict[str, Tensor]:
         return dict(named_weights(self._core))
 
-    def save_pretrained(
-        self, folder: str | PathLike[str], saving: Saving, of_module: Mapping[str, object]
-    ) -> None:
-        if of_module:
-            what = f"save_pretrained knows no {next(iter(of_module))!r}"
+    def save_pretrained(self, folder: Folder, saving: Saving, passed: Mapping[str, object]) -> None:
+        if passed:
+            what = f"save_pretrained knows no {next(iter(passed))!r}"
             raise UnknownArgumentError(what, do=f"Arguments are {', '.join(Saving._fields)}")
         core = with_merged(self._core, self._adapters, saving.adapters)
         save_model(core, self._config, folder, saving)
@@ -347,7 +342,7 @@ class WrappedSubject(Holder):
             self._module.to(dtype=dtype)
         self._core = ForeignModel(self._module)
 
-    def load_adapter(self, name: str, folder: str | PathLike[str]) -> None:
+    def load_adapter(self, name: str, folder: Folder) -> None:
         self._of_peft().load_adapter(folder, adapter_name=name)
 
     def delete_adapter(self, name: str) -> None:
@@ -372,9 +367,7 @@ class WrappedSubject(Holder):
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self._module.state_dict())
 
-    def save_pretrained(
-        self, folder: str | PathLike[str], saving: Saving, of_module: Mapping[str, object]
-    ) -> None:
-        given, usual = {**saving._asdict(), **of_module}, Saving._field_defaults
+    def save_pretrained(self, folder: Folder, saving: Saving, passed: Mapping[str, object]) -> None:
+        given, usual = {**saving._asdict(), **passed}, Saving._field_defaults
         said = {name: one for name, one in given.items() if one != usual.get(name)}
         self._module.save_pretrained(folder, **said)  # type: ignore[operator]

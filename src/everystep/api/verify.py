@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from html import escape
 from typing import Unpack
 
 import numpy as np
@@ -206,7 +207,7 @@ def _compared(
             )
         )
     prompt = ids[: max(1, len(ids) // 2)]
-    ids = model.generate(
+    said = model.generate(
         prompt[None], max_new_tokens=count, min_new_tokens=count, do_sample=False, num_beams=1
     )
     differences, divergence, agrees, margins = map(torch.cat, zip(*columns, strict=True))
@@ -216,7 +217,7 @@ def _compared(
         divergence,
         agrees,
         margins,
-        tuple(ids[0, -count:].tolist()),
+        tuple(said[0, -count:].tolist()),
         tuple(theirs.greedy(prompt, count)),
         float(wanted.abs().max()),
         rounded,
@@ -259,7 +260,7 @@ def _picture(found: Verification) -> str:
         f'{_HEIGHT + _TOP + 64}" font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="{_LEFT}" y="20" font-size="14">Largest difference of a logit from transformers '
-        f"{_escaped(found.transformers)}, {_escaped(found.name)}</text>",
+        f"{escape(found.transformers, False)}, {escape(found.name, False)}</text>",
     ]
     for power in range(_LOW, _HIGH + 1, 2):
         at = y(10.0**power)
@@ -274,10 +275,8 @@ def _picture(found: Verification) -> str:
             parts.append(f'<circle cx="{x:.1f}" cy="{y(value):.1f}" r="2" fill="{colour}"/>')
         label = f"{one.form}: {one.verdict}, at most {float(one.differences.max()):.1e}"
         x = _LEFT + 300 * number
-        parts.append(f'<text x="{x}" y="{bottom + 44}" fill="{colour}">{_escaped(label)}</text>')
+        parts.append(
+            f'<text x="{x}" y="{bottom + 44}" fill="{colour}">{escape(label, False)}</text>'
+        )
     parts.append(f'<text x="{_LEFT}" y="{bottom + 22}">position of the text</text></svg>')
     return "\n".join(parts)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -91,8 +91,9 @@ class Rules:
     def request(self, model: Subject, given: int, name: str) -> Request:
         """Return the request of a run with so many given ids, for which there is more room."""
         new, effective = self.room + given, self.options.effective
-        if effective.max_new_tokens is None and effective.source("max_length") == "default":
-            new = min(new, self._left(model) or new)
+        unlimited = effective.max_new_tokens is None and effective.source("max_length") == "default"
+        if unlimited and model.context is not None:  # what the model was made for is the limit
+            new = min(new, model.context - self.first.prompt.length or new)
         effective = effective.replaced("call", max_new_tokens=new)
         (made,) = prepare(model, replace(self.options, effective=effective), self.inputs).requests
         keeps, beside, strategy = is_one(made), self.first.companions, made.strategy
@@ -108,10 +109,6 @@ class Rules:
             linger=keeps,
             keeps=keeps,
         )
-
-    def _left(self, model: Subject) -> int | None:
-        """Return how many positions the model was made for after the prompt, None for any."""
-        return None if model.context is None else model.context - self.first.prompt.length
 
     def require_room(self, model: Subject, length: int) -> None:
         """Raise CapacityError where so many ids after the prompt fill the model's context."""

@@ -84,10 +84,14 @@ def write_run(state: RunState, model: Subject, tokenizer: object, path: Path) ->
     written."""
     rules = [(start, _plain(asked)) for start, asked in state.rules]
     absent = sorted({name for _, (_, missing, _) in rules for name in missing})
+    memos = {  # without likelihoods: the group's own memo has them all
+        n: {name: value for name, value in memo.items() if name != "logprobs"}
+        for n, memo in state.trail.memos.items()
+    }
     stored = {
         "rules": rules,
         "given": sorted(state.trail.given),
-        "memos": {n: memo for n, memo in _plain_memos(state.trail.memos).items() if memo or not n},
+        "memos": {n: memo for n, memo in memos.items() if memo or not n},
         "number": state.trail.steps,
         "shown": sorted(state.trail.shown),
         "prefix": prefix_digest(state.rules[0][1].options.get("prefix")),
@@ -234,7 +238,6 @@ def _written(file: Path, state: Tensor) -> Written:
     group = found["group"]
     for part, possible in (
         ("rules", starts[:1] == [0] and all(a < b for a, b in pairwise(starts))),
-        ("keywords", all(fits(plain, dict[str, Any]) for _, (plain, _, _) in found["rules"])),
         ("memos", 0 in found["memos"] and all(map(fits_memo, found["memos"].values()))),
         ("number", 0 <= found["number"] < 2**62),
         ("group", group.dtype == np.uint8 and group.ndim == 1),
@@ -326,14 +329,6 @@ def _revived(file: Path, plain: Mapping[str, object]) -> dict[str, object]:
             raise _damaged(file, "generation_config")
         found["generation_config"] = GenerationConfig(**said)
     return found
-
-
-def _plain_memos(memos: Mapping[int, Mapping[str, object]]) -> dict[int, dict[str, object]]:
-    """Return them without likelihoods: the group's own memo has them all."""
-    return {
-        n: {name: value for name, value in memo.items() if name != "logprobs"}
-        for n, memo in memos.items()
-    }
 
 
 def _tensor(name: str, value: object) -> Tensor:

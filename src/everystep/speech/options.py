@@ -20,6 +20,7 @@ from everystep.speech.segments import Doubts
 
 _CHOSEN = ("num_return_sequences", "do_sample", "max_length", "max_new_tokens", "temperature")
 """Fields that are said anew for each window."""
+_DOUBTS = ("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold")
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +100,7 @@ def read_speech(model: Subject, given: Arguments) -> Speech:
     features = prompt.named.get("input_features")
     sounds, frames = _sounds(features, prompt.attention_mask, channels, span)
     stamps = _stamps(said, tokens, max(one.shape[1] for one in sounds), span)
-    temperatures, doubts = _temperatures(given.fields.get("temperature")), _doubts(said)
+    temperatures = _temperatures(given.fields.get("temperature"))
     _check(given.fields.get("do_sample"), own, said, temperatures)
     ends = _ids(said("eos_token_id"))
     suppressed = _ids(said("suppress_tokens"))
@@ -124,7 +125,7 @@ def read_speech(model: Subject, given: Arguments) -> Speech:
         prompts_all=own.prompt_condition_type == "all-segments",
         follows=bool(said("condition_on_prev_tokens")),
         temperatures=temperatures,
-        doubts=doubts,
+        doubts=Doubts(*map(said, _DOUBTS)),
         copies=int(said("num_return_sequences") or 1),
         limit=_limit(said),
         pad=int(kept) if kept is not None else (ends or (0,))[0],
@@ -220,11 +221,6 @@ def _temperatures(value: object) -> tuple[float | None, ...]:
     if not each or any(one is not None and not 0 <= one < float("inf") for one in each):
         raise RequestError("temperature is impossible", wanted="numbers from 0 on", got=value)
     return each
-
-
-def _doubts(said: Said) -> Doubts:
-    names = ("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold")
-    return Doubts(*map(said, names))
 
 
 def _check(

@@ -19,7 +19,7 @@ STRIDE = 2
 
 
 class Segment(TypedDict):
-    """What was said between two timestamps.
+    """A stretch of speech between two timestamps.
 
     `start`, `end`: seconds. `tokens`: (n,) ids, timestamps among them. `result`: of its window.
     """

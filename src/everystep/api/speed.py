@@ -63,7 +63,7 @@ def measure_speed(
             raise RequestError(f"{name} is impossible", wanted="1 or more", got=shown(value))
     draws = torch.Generator().manual_seed(rows * 1000 + positions)
     ids = torch.randint(model.vocab_size, (rows, positions), generator=draws).to(model.device)
-    options = _greedy_without_end(model, tokens + 1)
+    options = {**_greedy_without_end(model), "max_new_tokens": tokens + 1}
     run = partial(model.generate, ids, attention_mask=torch.ones_like(ids), **options)
     taken = [_seconds(run) for _ in range(repeats + 1)][1:]
     first, rest = (statistics.median(column) for column in zip(*taken, strict=True))
@@ -80,11 +80,10 @@ def _seconds(run: Callable[..., object]) -> tuple[float, float]:
     return first - begin, end - first
 
 
-def _greedy_without_end(model: LanguageModel, tokens: int) -> dict[str, Any]:
-    """Return options with which nothing in the model's own configuration changes a token, and each
-    row gets so many."""
+def _greedy_without_end(model: LanguageModel) -> dict[str, Any]:
+    """Return options with which nothing in the model's own configuration changes a token, and no
+    token ends a row."""
     own = model.generation_config.to_diff_dict()
     begins = ("bos_token_id", "decoder_start_token_id")
     plain = {name: None for name in own if name in FIELDS and name not in (*META, *begins)}
-    chosen = {"max_new_tokens": tokens, "do_sample": False}
-    return {**plain, **chosen, "eos_token_id": None, "pad_token_id": 0}
+    return {**plain, "eos_token_id": None, "do_sample": False, "pad_token_id": 0}

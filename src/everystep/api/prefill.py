@@ -108,9 +108,9 @@ def _refuse_choices(given: Mapping[str, object]) -> None:
 def _held(
     model: LanguageModel,
     prompt: Prompt,
-    values: Rows,
-    pictures: Sequence[Pictures],
-    adapters: tuple[tuple[str, float], ...],
+    values: Rows = (),
+    pictures: Sequence[Pictures] = (),
+    adapters: tuple[tuple[str, float], ...] = (),
 ) -> Past:
     """Return the past of a row after the whole prompt, features of values and pictures included."""
     request = Request(

@@ -106,7 +106,7 @@ def forward(
 
 
 def require_inputs(model: Subject, *given: object) -> None:
-    """Refuse what is no tensor, or one of another form, among those of a forward, in this order."""
+    """Refuse an input, in the order above, that is no tensor or one of another form."""
     for (name, (wanted, dims, holds)), one in zip(_FORMS.items(), given, strict=True):
         if one is None:
             continue

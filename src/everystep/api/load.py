@@ -39,7 +39,7 @@ Quantize = Literal["auto", "int8", "int4"] | None
 
 
 class LoadOptions(TypedDict, total=False):
-    """The options of `load` that a function takes which loads a model itself."""
+    """The options of `load`, for functions that load a model themselves."""
 
     dtype: torch.dtype | None
     """The type of the weights; without it a folder's own."""
@@ -64,7 +64,7 @@ def load(
     offline: bool = False,
     progress: Progress | None = None,
 ) -> tuple[LanguageModel, Tokenizer]:
-    """Return the model and the tokenizer that `path` names: a folder, a file or a hub id, say.
+    """Return the model and tokenizer that `path` stands for: a name, a folder, a file or a hub id.
 
     `dtype`: the type of the weights; without it a folder's own. `quantize`: "auto" keeps what a
     file holds in 8 or 4 bits, as codes, unless a `dtype` is given; "int8" (per output channel) and
@@ -126,7 +126,7 @@ def load_model(
     offline: bool = False,
     progress: Progress | None = None,
 ) -> LanguageModel:
-    """Return the model that `path` names, without a tokenizer.
+    """Return the model that `path` stands for, without a tokenizer.
 
     `dtype`, `quantize`, `cache_dtype`, `device`, `executor`, `offline`, `progress`: as for `load`.
 

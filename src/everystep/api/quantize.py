@@ -50,7 +50,7 @@ def quantize(
     offline: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the model of floats that `source` names, rounded, and its tokenizer as `target`.
+    """Write the model of floats that `source` stands for, rounded, and its tokenizer to `target`.
 
     "int8" and "int4" make a folder in the layout of docs/quantised-folders.md, the others a GGUF
     file of the mix that is called so, which llama.cpp reads too. `importance`: a text of the kind

@@ -187,8 +187,7 @@ class Run:
     def _widen(self, keeps: int) -> None:
         """Go on as a search that keeps so many hypotheses, until that is over."""
         old, hands = self._group, self._hands
-        asked = self._rules[-1][1].asked.changed({"n_best": keeps, "num_return_sequences": 1})
-        rules = self._read(asked)
+        rules = self._changed({"n_best": keeps, "num_return_sequences": 1})
         request = rules.request(self.model, 0, hands.name())
         bank = cast(Beam, request.strategy).widened(old)
         twin = hands.fork(old, request, Known(bank, not bool(bank.open.any())))
@@ -311,14 +310,14 @@ class Run:
         with self._hands.lock:
             self._hands.require_between("next")
             self._hands.catch_up()
-            if not self._ready and not over(self._group):
+            if self._ready:
+                return
+            if not over(self._group):
                 sight = self._hands.step(self._group)
                 if is_one(self._group.request):
                     self._memos[len(self.tokens)] = known_of(self._group)
                 self._deliver(sight)
                 self._hands.catch_up()
-            elif self._ready:
-                return
             if self._group.error is not None:
                 raise self._group.error
 
@@ -388,7 +387,7 @@ class Run:
         """
         with self._hands.lock:
             tokens = self._whole("set")
-            rules = self._read(self._rules[-1][1].asked.changed(changes))
+            rules = self._changed(changes)
             name = self._group.request.request_id
             request = rules.request(self.model, len(self._given), name)
             require_changeable(self._group.request, request, changes)
@@ -401,8 +400,9 @@ class Run:
             else:
                 self._follow(rules, len(tokens))
 
-    def _read(self, asked: Asked) -> Rules:
-        """Return the rules of these keywords, for the prompt of this run."""
+    def _changed(self, changes: PromptOptions) -> Rules:
+        """Return the rules in force with other values of some keywords."""
+        asked = self._rules[-1][1].asked.changed(changes)
         call = asked.session(self.model, self.tokenizer).prepared(self._passed, 0)
         return Rules.of(asked, call, self._rules[0][1].first)
 

@@ -7,14 +7,13 @@ not do is an error, never dropped. How files are found and read is not known her
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from everystep.api.load import load_model
+from everystep.api.load import Source, load_model
 from everystep.api.model import LanguageModel
 from everystep.errors import (
     ModelClassError,
@@ -31,8 +30,6 @@ from everystep.files.sources import resolve_source
 from everystep.models import complete_config
 from everystep.models.config import ModelConfig
 from everystep.text import Tokenizer
-
-Name = str | os.PathLike[str]
 
 _HUB = ("revision", "cache_dir", "token", "local_files_only")
 # Argument -> the values that ask for nothing else than what is done anyway.
@@ -69,9 +66,9 @@ _SETTINGS = (
 
 
 def _check(
-    given: Mapping[str, object], harmless: Mapping[str, Any], named: tuple[str, ...]
+    given: Mapping[str, object], harmless: Mapping[str, tuple[object, ...]], named: tuple[str, ...]
 ) -> None:
-    """Raises for what would be dropped: an unknown name, or a value that asks for more."""
+    """Refuse what would be dropped: an unknown name, or a value that asks for more."""
     for name, value in given.items():
         if name not in harmless:
             near = nearest(name, (*harmless, *named, *_HUB))
@@ -89,7 +86,7 @@ def _check(
 
 
 def _dtype_of(dtype: object, alias: object) -> torch.dtype | None:
-    """The type that `dtype` or its older name `torch_dtype` asks for; None for the folder's own."""
+    """Return the type that `dtype` or its older name asks for; None for the folder's own."""
     if dtype is not None and alias is not None and dtype != alias:
         what, do = "dtype and torch_dtype say different things", "Pass dtype alone"
         raise RequestError(what, got=f"{dtype} and {alias}", do=do)
@@ -104,7 +101,7 @@ def _dtype_of(dtype: object, alias: object) -> torch.dtype | None:
 
 
 def _device_of(device_map: object) -> str | torch.device:
-    """The one device that `device_map` names; "auto" is the accelerator if there is one."""
+    """Return the device that `device_map` names; "auto" is the accelerator if there is one."""
     if isinstance(device_map, Mapping):
         if list(device_map) != [""]:
             raise UnsupportedError(
@@ -137,14 +134,14 @@ class _Auto:
 
 
 class _AutoModel(_Auto):
-    """Loads models that read with an encoder, or those without: the objects of `load_model`."""
+    """A loader of models that read with an encoder, or of those without."""
 
     encodes: ClassVar[bool]
 
     @classmethod
     def from_pretrained(
         cls,
-        pretrained_model_name_or_path: Name,
+        pretrained_model_name_or_path: Source,
         *,
         dtype: str | torch.dtype | None = None,
         torch_dtype: str | torch.dtype | None = None,
@@ -155,7 +152,7 @@ class _AutoModel(_Auto):
         local_files_only: bool = False,
         **others: object,
     ) -> LanguageModel:
-        """The model of a folder, a GGUF file, a name or a hub id, ready to generate.
+        """Return the model of a folder, a GGUF file, a name or a hub id, ready to generate.
 
         `dtype`: the type of the weights, the folder's own without it; `torch_dtype` is its older
         name. `device_map`: one device, or "auto". `revision`, `cache_dir`, `token` and
@@ -172,7 +169,7 @@ class _AutoModel(_Auto):
 
     @classmethod
     def _check_kind(cls, local: Path) -> None:
-        """The other kind is refused before its weights are read."""
+        """Refuse a model of the other kind, before its weights are read."""
         config = complete_config(open_folder(local).config) if local.is_dir() else {}
         if bool(config.get("is_encoder_decoder", False)) != cls.encodes:
             other = AutoModelForCausalLM if cls.encodes else AutoModelForSeq2SeqLM
@@ -185,23 +182,24 @@ class _AutoModel(_Auto):
 
 
 class AutoModelForCausalLM(_AutoModel):
-    """Loads decoders: `from_pretrained` gives the model that `load_model` gives."""
+    """A loader of decoders: `from_pretrained` gives the model that `load_model` gives."""
 
     encodes = False
 
 
 class AutoModelForSeq2SeqLM(_AutoModel):
-    """Loads models with encoder and decoder: `from_pretrained` gives what `load_model` gives."""
+    """A loader of models with encoder and decoder: `from_pretrained` gives what `load_model`
+    gives."""
 
     encodes = True
 
 
 class AutoTokenizer(_Auto):
-    """Loads tokenizers: `from_pretrained` gives the tokenizer that `load` gives."""
+    """A loader of tokenizers: `from_pretrained` gives the tokenizer that `load` gives."""
 
     @staticmethod
     def from_pretrained(
-        pretrained_model_name_or_path: Name,
+        pretrained_model_name_or_path: Source,
         *,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
@@ -209,7 +207,7 @@ class AutoTokenizer(_Auto):
         local_files_only: bool = False,
         **others: object,
     ) -> Tokenizer:
-        """The tokenizer of a folder, a GGUF file, a name or a hub id; no weights are fetched.
+        """Return the tokenizer of a folder, a GGUF file, a name or a hub id, without its weights.
 
         Settings may be given by name: `padding_side`, `truncation_side`, `model_max_length`,
         `chat_template`, and special tokens such as `pad_token`.
@@ -229,11 +227,11 @@ class AutoTokenizer(_Auto):
 
 
 class AutoConfig(_Auto):
-    """Reads configurations: `from_pretrained` gives the values of a config.json."""
+    """A reader of configurations: `from_pretrained` gives the values of a config.json."""
 
     @staticmethod
     def from_pretrained(
-        pretrained_model_name_or_path: Name,
+        pretrained_model_name_or_path: Source,
         *,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
@@ -241,7 +239,7 @@ class AutoConfig(_Auto):
         local_files_only: bool = False,
         **others: object,
     ) -> ModelConfig:
-        """The configuration of a folder or a hub id, with the defaults of its family."""
+        """Return the configuration of a folder or a hub id, with the defaults of its family."""
         _check(others, _HARMLESS, ())
         access = HubAccess(revision, cache_dir, token, weights=False)
         source = pretrained_model_name_or_path

@@ -29,7 +29,7 @@ def chat(
     seed: int | None = None,
     **options: Unpack[TextOptions],
 ) -> str:
-    """The assistant's answer to a conversation; up to 512 new tokens unless `options` say more.
+    """Return the answer to a conversation, of up to 512 new tokens unless `options` say more.
 
     `messages`: what the user says, one message, or all of them in turn. Whatever its form, it goes
     through the chat template. Where neither the options nor the model's generation config say how

@@ -1,4 +1,4 @@
-"""How `es.chat` and `everystep chat` answer where neither the caller nor the model says it."""
+"""The answers of `es.chat` and `everystep chat` where neither caller nor model says how."""
 
 from __future__ import annotations
 
@@ -23,23 +23,27 @@ _CHOOSES = (
 
 @dataclass(frozen=True)
 class ChatDefaults:
-    """`system`: what a conversation without a system message begins with, None for what the chat
-    template says; `sampling`: options of a chat in which nothing says how tokens are chosen."""
+    """The defaults of a chat.
+
+    `system`: what a conversation without a system message begins with, None for what the chat
+    template says. `sampling`: options of a chat in which nothing says how tokens are chosen.
+    """
 
     system: str | None = None
-    sampling: Mapping[str, Any] = field(
+    sampling: Mapping[str, object] = field(
         default_factory=lambda: {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
     )
 
-    def begun(self, messages: Sequence[Any]) -> list[Any]:
-        """The messages, after a system message if there is one by default and none among them."""
+    def begun(self, messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
+        """Return the messages, after a default system message where there is none among them."""
         roles = [turn.get("role") for turn in messages]
         if self.system is None or "system" in roles:
             return list(messages)
         return [{"role": "system", "content": self.system}, *messages]
 
     def completed(self, options: Mapping[str, object], own: GenerationConfig) -> dict[str, Any]:
-        """The options of a chat with what they and the model's `own` configuration leave open."""
+        """Return the options of a chat, with what they and the model's `own` configuration leave
+        open."""
         passed = options.get("generation_config")
 
         def is_said(name: str) -> bool:
@@ -63,5 +67,5 @@ KNOWN: Mapping[str, ChatDefaults] = {
 
 
 def chat_defaults_of(source: object) -> ChatDefaults:
-    """The defaults of a model that was loaded from `source`."""
+    """Return the defaults of a model that was loaded from `source`."""
     return KNOWN.get(source.lower(), ChatDefaults()) if isinstance(source, str) else ChatDefaults()

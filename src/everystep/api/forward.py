@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ def forward(
     encoder_outputs: object = None,
     input_features: Tensor | None = None,
     **pictures: object,
-) -> Any:
+) -> CausalLMOutput | tuple[object, ...]:
     """Return logits of every position, (B, T, V), and the cache with these positions after its own.
 
     `input_ids` (B, T) or `inputs_embeds` (B, T, E) come after the S positions of
@@ -98,12 +98,15 @@ def forward(
         declared=seen.declared,
     )
     loss = loss_of(logits, labels, model.is_encoder_decoder)
-    result = output_of(logits, loss, cache, heard, output_hidden_states, output_attentions)
+    result = CausalLMOutput(loss, logits, cache)
+    if heard is not None:
+        result.hidden_states = tuple(heard.layers) if output_hidden_states else None
+        result.attentions = tuple(heard.attentions) if output_attentions else None
     return result.to_tuple() if return_dict is False else result
 
 
 def require_inputs(model: Subject, *given: object) -> None:
-    """RequestError where a tensor of a forward, in the order above, is none or of another form."""
+    """Refuse an input, in the order above, that is no tensor or one of another form."""
     for (name, (wanted, dims, holds)), one in zip(_FORMS.items(), given, strict=True):
         if one is None:
             continue
@@ -117,8 +120,8 @@ def require_inputs(model: Subject, *given: object) -> None:
 
 
 def kept_positions(wanted: object, inputs: Tensor | None) -> slice | Tensor:
-    """Of which positions of the inputs (B, T, ...) logits are given: the last `wanted` of them, all
-    for 0, or those that a tensor (n,) names; RequestError for anything else."""
+    """Return the positions of the inputs (B, T, ...) whose logits are given: the last `wanted` of
+    them, all for 0, or those that a tensor (n,) names; RequestError for anything else."""
     length = inputs.shape[1] if inputs is not None and inputs.dim() > 1 else 0
     if is_integer(wanted) and wanted >= 0:  # type: ignore[operator]
         return slice(-wanted, None)  # type: ignore[operator]
@@ -137,8 +140,8 @@ def kept_positions(wanted: object, inputs: Tensor | None) -> slice | Tensor:
 
 
 def states_in_place(given: object, *read: Tensor | None) -> Tensor | None:
-    """(B, S, E) the caller's encoder states, None without; RequestError beside what an encoder
-    would read."""
+    """Return (B, S, E) the caller's encoder states, None without; RequestError beside what an
+    encoder would read."""
     if given is None:
         return None
     if any(one is not None for one in read):
@@ -148,33 +151,17 @@ def states_in_place(given: object, *read: Tensor | None) -> Tensor | None:
 
 
 def listener(layers: object, attentions: object) -> Heard | None:
-    """What hears of a forward, None where neither is asked for."""
+    """Return a `Heard` for layers or attentions, None where neither is asked for."""
     for name, flag in (("output_hidden_states", layers), ("output_attentions", attentions)):
         require(flag is None or isinstance(flag, bool), name, "True, False or None", flag)
     return Heard() if layers or attentions else None
 
 
-def output_of(
-    logits: Tensor,
-    loss: Tensor | None,
-    cache: Cache | None,
-    heard: Heard | None,
-    layers: bool | None,
-    attentions: bool | None,
-) -> CausalLMOutput:
-    """What a called model returns; of what was heard, what was asked for."""
-    result = CausalLMOutput(loss, logits, cache)
-    if heard is not None:
-        result.hidden_states = tuple(heard.layers) if layers else None
-        result.attentions = tuple(heard.attentions) if attentions else None
-    return result
-
-
 def cache_of_forward(
     model: Subject, inputs: Tensor | None, passed: object, use_cache: bool | None
 ) -> Cache | None:
-    """The cache that a forward of `inputs` (B, T, ...), a decoder's, adds to; None if it keeps
-    nothing.
+    """Return the cache that a forward of `inputs` (B, T, ...), a decoder's, adds to; None if it
+    keeps nothing.
 
     As in transformers a passed one is filled whatever `use_cache` says, and without it the
     model's configuration decides.
@@ -208,8 +195,8 @@ def cache_of_forward(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenInputs:
-    """What a forward reads: ids (B, T) or embeddings (B, T, E), position ids, and values of inputs
-    that the network declares, for places among the B * T positions."""
+    """The ids (B, T) or embeddings (B, T, E) that a forward reads, their position ids, and values
+    of inputs that the network declares, for places among the B * T positions."""
 
     ids: Tensor | None
     positions: Tensor | None
@@ -226,7 +213,7 @@ def see_pictures(
     cache: Cache | None,
     given: Mapping[str, object],
 ) -> SeenInputs:
-    """The inputs with the features of the pictures that are `given` by name, and their positions.
+    """Return the inputs with the features of the pictures that are `given` by name.
 
     UnknownArgumentError for other names, RequestError for what does not fit.
     """
@@ -271,7 +258,7 @@ def see_pictures(
 def _injected(
     embeds: Tensor, found: list[list[Injected]]
 ) -> tuple[Tensor, Mapping[str, Placed] | None]:
-    """The embeddings (B, T, E) with features in their places, and what those add to layers."""
+    """Return (B, T, E) embeddings with features in their places, and what those add to layers."""
     flat, length = embeds.flatten(0, 1).clone(), embeds.shape[1]
     added: list[tuple[Tensor, Tensor]] = []
     for row, parts in enumerate(found):

@@ -39,7 +39,7 @@ Quantize = Literal["auto", "int8", "int4"] | None
 
 
 class LoadOptions(TypedDict, total=False):
-    """How a model is loaded, where another function loads it."""
+    """The options of `load`, for functions that load a model themselves."""
 
     dtype: torch.dtype | None
     """The type of the weights; without it a folder's own."""
@@ -64,7 +64,7 @@ def load(
     offline: bool = False,
     progress: Progress | None = None,
 ) -> tuple[LanguageModel, Tokenizer]:
-    """The model and the tokenizer that `path` stands for: a name, a folder, a file or a hub id.
+    """Return the model and tokenizer that `path` stands for: a name, a folder, a file or a hub id.
 
     `dtype`: the type of the weights; without it a folder's own. `quantize`: "auto" keeps what a
     file holds in 8 or 4 bits, as codes, unless a `dtype` is given; "int8" (per output channel) and
@@ -100,8 +100,8 @@ def load(
 
 
 def tokenizer_of(model: LanguageModel, folder: Path) -> Tokenizer:
-    """The folder's tokenizer, which takes pictures where the model reads them and the folder says
-    how they are prepared; FormatError where the two contradict each other."""
+    """Return the folder's tokenizer, one for pictures too where the model reads them and the folder
+    says how they are prepared; FormatError where the two contradict each other."""
     vision = vision_of(model)
     if vision is None or read_picture_settings(folder) is None:
         return Tokenizer.from_folder(folder)
@@ -126,7 +126,7 @@ def load_model(
     offline: bool = False,
     progress: Progress | None = None,
 ) -> LanguageModel:
-    """The model that `path` stands for, without a tokenizer.
+    """Return the model that `path` stands for, without a tokenizer.
 
     `dtype`, `quantize`, `cache_dtype`, `device`, `executor`, `offline`, `progress`: as for `load`.
 
@@ -146,7 +146,7 @@ def load_model(
 
 
 def _warn_of_slow_path(model: LanguageModel, choices: _Choices) -> None:
-    """One warning per line that loads, unless the caller asked for what is slow."""
+    """Warn once per line that loads, unless the caller asked for what is slow."""
     why = slow_path(cast(Model, model.core), choices.executor)
     if why is not None and choices.dtype != torch.float64:
         name = model.name_or_path or "the model"
@@ -163,7 +163,7 @@ def from_weights(
     device: str | torch.device = "cpu",
     generation_config: GenerationConfig | None = None,
 ) -> LanguageModel:
-    """A model from a configuration and named tensors in memory, such as a `state_dict()`."""
+    """Return a model of a configuration and named tensors in memory, such as a `state_dict()`."""
     core = build_model(
         config,
         HeldWeights(weights),
@@ -175,8 +175,8 @@ def from_weights(
     return LanguageModel(core, settings)
 
 
-def _with_text(config: Mapping[str, object]) -> dict[str, Any]:
-    """The values of a configuration, those of its text part beside them where it has several."""
+def _with_text(config: Mapping[str, object]) -> dict[str, object]:
+    """Return the values of a configuration, and beside them those of its text part, if any."""
     text = config.get("text_config")
     return {**text, **config} if isinstance(text, Mapping) else dict(config)
 
@@ -191,7 +191,7 @@ _KNOWN: Mapping[str, tuple[tuple[str | None, ...], str]] = {
 
 @dataclass(frozen=True)
 class _Choices:
-    """What the caller of `load` chose beside the source; RequestError for what cannot be."""
+    """The choices of `load` beside the source; RequestError for one that is impossible."""
 
     dtype: torch.dtype | None
     quantize: Quantize

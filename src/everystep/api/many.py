@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def generate(
     model: LanguageModel | nn.Module,
     tokenizer: Tokenizing,
-    prompts: str | Mapping[str, Any],
+    prompts: str | Mapping[str, object],
     *,
     seed: int | Sequence[int] | None = None,
     on_error: Literal["raise"] = "raise",
@@ -42,7 +42,7 @@ def generate(
 def generate(
     model: LanguageModel | nn.Module,
     tokenizer: TokenizerLike | None,
-    prompts: str | Mapping[str, Any],
+    prompts: str | Mapping[str, object],
     *,
     seed: int | Sequence[int] | None = None,
     on_error: Literal["raise"] = "raise",
@@ -115,7 +115,7 @@ def generate(
     progress: bool = False,
     **common: Any,  # the overloads say which
 ) -> Any:
-    """The continuation of one prompt, or of each of many.
+    """Return the continuation of one prompt, or of each of many.
 
     A prompt is a text, a list of ids, or a list of messages (which goes through the chat template).
     One gives a text; several give a list in their order, a few dozen in memory at once. `options`:
@@ -146,7 +146,7 @@ def generate(
         return model.generate(seed=seed, tokenizer=tokenizer, **common)
     many, single = listed(prompts)
     session = Session(model, tokenizer, many, options, seed, common)
-    results: dict[int, Any] = {}
+    results: dict[int, object] = {}
     errors: dict[int, Exception] = {}
     bar = progress_bar(progress, many, "prompts")
     # Closed here: other threads may use its engine, and its prompts leave that now.
@@ -202,8 +202,8 @@ def stream(
     seed: int | Sequence[int] | None = None,
     beam_events: bool = False,
     **common: Unpack[TextOptions],
-) -> Stream[Any]:
-    """The events of a text, of messages, or of a list of either, token by token.
+) -> Stream[Event | BeamEvent]:
+    """Return the events of a text, of messages, or of a list of either, token by token.
 
     `options`, `seed`: as for `generate`. `beam_events`: the live beams of every step are shown
     too, as `BeamEvent`. A prompt that fails while it runs has its error as the reason of its last

@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import partial
-from os import PathLike
-from typing import TYPE_CHECKING, Any, NoReturn, Unpack, cast, final
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack, final
 
 import torch
 from torch import Tensor, nn
 
 from everystep.api.chat_defaults import ChatDefaults
-from everystep.api.saving import Merged
+from everystep.api.forward import forward
+from everystep.api.saving import Folder, Merged, Saving
 from everystep.api.subjects import Holder, OwnSubject, WrappedSubject
 from everystep.bridge.core import ForeignModel
 from everystep.cache.formats import CacheDtype, Quantization
@@ -88,8 +88,8 @@ class LanguageModel(Subject):
             shapes = (tuple(one.shape) for _, one in self.named_parameters())
         number = sum(math.prod(shape) for shape in shapes)
         weights = [f"{counted(size, 'B')} {name}" for name, size in self.weight_bytes.items()]
-        parts: list[Any] = [
-            getattr(self.config, "model_type", "unknown family"),
+        parts = [
+            str(getattr(self.config, "model_type", "unknown family")),
             f"{counted(number)} parameters",
             " + ".join(weights),
             f"runs on {cut(self.runs_on)}",
@@ -97,7 +97,7 @@ class LanguageModel(Subject):
             f"context {self.context}" if self.context else "any context",
         ]
         name = f"{cut(self.name_or_path)!r}, " if self.name_or_path else ""
-        return f"{type(self).__name__}({name}{', '.join(map(str, parts))})"
+        return f"{type(self).__name__}({name}{', '.join(parts)})"
 
     @property
     def core(self) -> Model | ForeignModel:
@@ -184,7 +184,11 @@ class LanguageModel(Subject):
         self._held.eval()
         return self
 
-    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> LanguageModel:
+    def to(
+        self,
+        device: torch.device | str | torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LanguageModel:
         """Return the model itself, from now on with weights on the device and of the type.
 
         A call that is running goes on with the weights it began with.
@@ -194,7 +198,7 @@ class LanguageModel(Subject):
         self._held.to(device, dtype)
         return self
 
-    def load_adapter(self, name: str, folder: str | PathLike[str]) -> None:
+    def load_adapter(self, name: str, folder: Folder) -> None:
         """Let requests ask for the LoRA in a PEFT folder by this name from now on.
 
         A call that is running goes on without it. See `read_lora` for what is refused; a wrapped
@@ -239,7 +243,7 @@ class LanguageModel(Subject):
 
     def save_pretrained(
         self,
-        save_directory: str | PathLike[str],
+        save_directory: Folder,
         *,
         dtype: torch.dtype | None = None,
         adapters: Merged | None = None,
@@ -254,8 +258,8 @@ class LanguageModel(Subject):
         RequestError where some are loaded and it is left out. A wrapped model writes what its
         module writes (of PEFT the adapters), and passes on the arguments `of_module`.
         """
-        own = {"dtype": dtype, "adapters": adapters, "max_shard_size": max_shard_size}
-        self._held.save_pretrained(save_directory, {**own, **of_module})
+        saving = Saving(dtype, adapters, max_shard_size)
+        self._held.save_pretrained(save_directory, saving, of_module)
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -265,7 +269,9 @@ class LanguageModel(Subject):
         The arguments are those of `everystep.api.forward.forward`; a wrapped model returns what its
         module returns.
         """
-        return self._held.forward(args, kwargs)
+        if self.module is not None:
+            return self.module(*args, **kwargs)
+        return forward(self._held, *args, **kwargs)
 
     compute_transition_scores = staticmethod(compute_transition_scores)
 
@@ -274,20 +280,20 @@ class LanguageModel(Subject):
         self,
         inputs: Tensor | None = None,
         generation_config: GenerationConfig | None = None,
-        logits_processor: Sequence[Any] | None = None,
-        stopping_criteria: Sequence[Any] | None = None,
-        prefix_allowed_tokens_fn: Any = None,
+        logits_processor: Sequence[object] | None = None,
+        stopping_criteria: Sequence[object] | None = None,
+        prefix_allowed_tokens_fn: object = None,
         synced_gpus: bool | None = None,
-        assistant_model: Any = None,
-        streamer: Any = None,
+        assistant_model: object = None,
+        streamer: object = None,
         negative_prompt_ids: Tensor | None = None,
         negative_prompt_attention_mask: Tensor | None = None,
-        custom_generate: Any = None,
+        custom_generate: object = None,
         *,
-        tokenizer: Any = None,
+        tokenizer: object = None,
         **kwargs: Unpack[ModelOptions],
     ) -> Any:
-        """Continues every row of the prompt.
+        """Continue every row of the prompt.
 
         Names, defaults and outputs are those of `GenerationMixin.generate` in transformers 5.23; an
         unknown name is an error. Returns a (rows, length) int64 tensor, or an output object with
@@ -317,8 +323,8 @@ class LanguageModel(Subject):
         subject, of_loop = self._held, tuple[str, ...]()
         given = {**kwargs, **{name: one for name, one in spelled.items() if one is not None}}
         if custom_generate is not None:
-            of_loop = names_of(require_loop(custom_generate))
-            given["custom_generate"] = partial(custom_generate, self)
+            loop = require_loop(custom_generate)
+            of_loop, given["custom_generate"] = names_of(loop), partial(loop, self)
         arguments = sort("rectangle", subject, given, of_loop)
         if inputs is not None:
             name = subject.core.source or "input_ids"
@@ -330,7 +336,7 @@ class LanguageModel(Subject):
 
 
 def wrap(model: object) -> LanguageModel:
-    """The model, driven by this library's engine: `generate`, `es.generate`, `es.stream` take it.
+    """Return the model, driven by this library's engine, as `es.generate` and `es.stream` take it.
 
     A model of transformers or any PEFT wrapper of one is examined with a few short forwards and
     left as it was; a model of this library is returned as it is. ModelClassError for anything else.
@@ -353,17 +359,12 @@ def wrap(model: object) -> LanguageModel:
 
 
 def paired(model: object, tokenizer: object) -> LanguageModel:
-    """The model, wrapped if it is one of another library.
+    """Return the model, wrapped if it is one of another library.
 
-    ModelClassError, RequestError: unless these are a model and a tokenizer, in this order."""
+    ModelClassError, RequestError: unless these are a model and a tokenizer, in this order.
+    """
     if isinstance(model, nn.Module):
         model = wrap(model)
-    require_pair(model, tokenizer)
-    return cast(LanguageModel, model)
-
-
-def require_pair(model: object, tokenizer: object) -> None:
-    """ModelClassError, RequestError: unless these are a model and a tokenizer, in this order."""
     if not isinstance(model, LanguageModel):
         swapped = isinstance(tokenizer, LanguageModel | nn.Module)
         raise ModelClassError(
@@ -373,3 +374,4 @@ def require_pair(model: object, tokenizer: object) -> None:
             do="Call es.load, which returns (model, tokenizer), and pass them in that order",
         )
     require("tokenizer", tokenizer, "encode", "decode")
+    return model

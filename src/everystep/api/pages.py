@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from everystep.files.pictures import PictureLike, read_picture
 from everystep.models.layout.embedders import PatchEncoder
 from everystep.models.layout.pages import LinesLike, pixels_of, read_page
 from everystep.models.layout.spec import LayoutSpec
+from everystep.requests.prompts import TokenizerLike
 from everystep.text.literal import pattern_of
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ _PLACE = "\ue000"
 
 def layout_prompt(
     model: LanguageModel,
-    tokenizer: object,
+    tokenizer: TokenizerLike,
     question: str,
     *,
     lines: LinesLike,
@@ -46,7 +47,7 @@ def layout_prompt(
     system: str | None = SYSTEM,
     reasoning: bool = False,
 ) -> dict[str, Tensor]:
-    """What `model.generate` and `es.generate` take for a question about a page.
+    """Return the prompt of a question about a page, for `model.generate` and `es.generate`.
 
     `input_ids` and `attention_mask` (1, T), `pixel_values` (1, 3, side, side) and, where there are
     lines, `bbox` (1, n, 4). `lines`: the path of a JSON file, or pairs of a text and a box [left,
@@ -86,7 +87,7 @@ def layout_prompt(
 
 
 def layout_of(model: LanguageModel) -> LayoutSpec:
-    """How the model reads pages; UnsupportedError where it does not."""
+    """Return the layout in which the model reads pages; UnsupportedError where it reads none."""
     for one in model.core.encoders:
         if isinstance(one, PatchEncoder):
             return one.spec
@@ -97,8 +98,8 @@ def layout_of(model: LanguageModel) -> LayoutSpec:
     )
 
 
-def _around(tokenizer: Any, system: str | None) -> tuple[str, str]:
-    """What stands before and after a user's message; without a template that is the first token."""
+def _around(tokenizer: TokenizerLike, system: str | None) -> tuple[str, str]:
+    """Return the text before and after a user's message: without a template the first token."""
     if getattr(tokenizer, "chat_template", None) is None:
         if system not in (None, SYSTEM):
             do = "Leave the system message out, or put it into the question"
@@ -115,15 +116,15 @@ def _around(tokenizer: Any, system: str | None) -> tuple[str, str]:
     return before, after
 
 
-def _ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of each text, none for an empty one."""
+def _ids(tokenizer: TokenizerLike, texts: Sequence[str]) -> list[list[int]]:
+    """Return the ids of each text, none for an empty one."""
     full = [text for text in texts if text]
     found = iter(tokenizer(full, add_special_tokens=False)["input_ids"] if full else ())
     return [list(next(found)) if text else [] for text in texts]
 
 
-def _plain_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of texts that strangers wrote: what is spelled like a special token is cut in two."""
+def _plain_ids(tokenizer: TokenizerLike, texts: Sequence[str]) -> list[list[int]]:
+    """Return the ids of texts of strangers, where the spelling of a special token is cut in two."""
     pattern = pattern_of(tokenizer.all_special_tokens)
     pieces = [_cut(text, pattern) for text in texts]
     counts = [len(each) for each in pieces]
@@ -138,6 +139,6 @@ def _plain_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 
 def _cut(text: str, pattern: re.Pattern[str]) -> list[str]:
-    """The pieces of a text, cut after the first letter of each match."""
+    """Return the pieces of a text, cut after the first letter of each match."""
     cuts = [0, *(match.start() + 1 for match in pattern.finditer(text)), len(text)]
     return [text[first:last] for first, last in pairwise(cuts)]

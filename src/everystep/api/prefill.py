@@ -43,7 +43,7 @@ def prefill(
     adapter_names: str | None = None,
     **inputs: Unpack[PromptInputs],
 ) -> Prefix:
-    """The prompt is fed once, and everything that continues from it starts there.
+    """Feed a prompt once, and return the prefix from which calls go on.
 
     `prompt`: a text, a list of ids, messages, which are rendered without the beginning of an
     answer, or a mapping of any of these and what stands beside them, as for `es.generate`. Without
@@ -94,7 +94,7 @@ def prefill(
 
 
 def _refuse_choices(given: Mapping[str, object]) -> None:
-    """RequestError for keywords that are about tokens, of which none is chosen here."""
+    """Refuse keywords that are about tokens, of which none is chosen here."""
     known = ((name, KEYWORDS.get(name)) for name in given)
     if others := [name for name, row in known if row and row.owner in ("field", "object")]:
         raise RequestError(
@@ -112,7 +112,7 @@ def _held(
     pictures: Sequence[Pictures] = (),
     adapters: tuple[tuple[str, float], ...] = (),
 ) -> Past:
-    """What a row holds after the whole prompt, with the features of its values and pictures."""
+    """Return the past of a row after the whole prompt, features of values and pictures included."""
     request = Request(
         "prefix",
         prompt,

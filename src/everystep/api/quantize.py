@@ -50,7 +50,7 @@ def quantize(
     offline: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """`target` holds the model of floats that `source` stands for, rounded, and its tokenizer.
+    """Write the model of floats that `source` stands for, rounded, and its tokenizer to `target`.
 
     "int8" and "int4" make a folder in the layout of docs/quantised-folders.md, the others a GGUF
     file of the mix that is called so, which llama.cpp reads too. `importance`: a text of the kind
@@ -159,7 +159,7 @@ def _write_file(
 
 
 def _importance(model: LanguageModel, tokenizer: Tokenizer, text: str) -> dict[str, Tensor]:
-    """`column_squares` of the model as it reads a text."""
+    """Return `column_squares` of the model as it reads a text."""
     ids = torch.tensor(tokenizer.encode(text), dtype=torch.int64)
     if not len(ids):
         raise RequestError("the text of importance is empty", wanted="a text of some pages")

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,18 @@ from everystep.files.safetensors_writer import Entry, is_of_weights, write_weigh
 from everystep.models import Model, exported_config, named_shapes, named_weights, stored_weights
 from everystep.nn.quantized import QuantizedWeight
 
+Folder = str | PathLike[str]
 Merged = Sequence[str | tuple[str, float]]
 """Names of adapters, or pairs of a name and a weight."""
+
+
+class Saving(NamedTuple):
+    """The choices of `LanguageModel.save_pretrained`, which says what they are."""
+
+    dtype: torch.dtype | None = None
+    adapters: Merged | None = None
+    max_shard_size: int | str = "5GB"
+
 
 _UNITS = {
     unit: base**power
@@ -34,16 +44,10 @@ _UNITS = {
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
 
 
-def save_model(
-    core: Model,
-    settings: GenerationConfig,
-    folder: str | PathLike[str],
-    dtype: torch.dtype | None,
-    max_shard_size: int | str,
-) -> None:
-    """See `LanguageModel.save_pretrained`."""
-    most_bytes = _bytes_of(max_shard_size)
-    wanted = _type_of(core, dtype)
+def save_model(core: Model, settings: GenerationConfig, folder: Folder, saving: Saving) -> None:
+    """Write a model, its adapters merged already; see `LanguageModel.save_pretrained`."""
+    most_bytes = _bytes_of(saving.max_shard_size)
+    wanted = _type_of(core, saving.dtype)
     config = _json_of(exported_config(core, wanted))
     entries = [Entry(name, shape, wanted) for name, shape in named_shapes(core)]
     with atomic_files(as_path(folder), last=CONFIG, stale=is_of_weights) as new:
@@ -53,7 +57,7 @@ def save_model(
 
 
 def with_merged(core: Model, known: Adapters, asked: Merged | None) -> Model:
-    """The model with the adapters that are asked for in its weights.
+    """Return the model with the adapters that are asked for in its weights.
 
     RequestError for one that is not known, and where some are known and nothing is said of them.
     """
@@ -66,9 +70,10 @@ def with_merged(core: Model, known: Adapters, asked: Merged | None) -> Model:
                 do="Pass adapters=[...], which may be empty",
             )
         return core
-    given: list[Any] = list(asked) if isinstance(asked, list | tuple) else [asked]
-    pairs: list[Any] = [(one, 1.0) if isinstance(one, str) else one for one in given]
-    if not all(isinstance(one, tuple) and len(one) == 2 and is_number(one[1]) for one in pairs):
+    given: Sequence[object] = asked if isinstance(asked, list | tuple) else [asked]
+    each = [(one, 1.0) if isinstance(one, str) else one for one in given]
+    pairs = [one for one in each if isinstance(one, tuple) and len(one) == 2 and is_number(one[1])]
+    if len(pairs) < len(each):
         wanted = "a list of names, or of pairs (name, weight)"
         raise RequestError("adapters are not named", wanted=wanted, got=shown(asked))
     for name, _ in pairs:
@@ -77,7 +82,7 @@ def with_merged(core: Model, known: Adapters, asked: Merged | None) -> Model:
 
 
 def _type_of(core: Model, asked: torch.dtype | None) -> torch.dtype:
-    """The type that is written; UnsupportedError for codes that no type was asked for."""
+    """Return the type that is written; UnsupportedError for codes that no type was asked for."""
     if asked is not None:
         if not isinstance(asked, torch.dtype) or not asked.is_floating_point:
             what = "weights cannot be written in this type"
@@ -115,7 +120,7 @@ def _json_of(config: Mapping[str, object]) -> str:
 
 
 def _bytes_of(size: int | str) -> int:
-    """How many bytes a shard may have, of a number or "5GB"."""
+    """Return the bytes that a shard may have, of a number or "5GB"."""
     if isinstance(size, str) and (found := _SIZE.fullmatch(size)) is not None:
         size = int(float(found[1]) * _UNITS[found[2]])
     if type(size) is not int or size < 1:

@@ -44,7 +44,7 @@ _LOGITS = 1 << 25
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Score:
-    """How likely a text is to a model, token by token.
+    """The likelihood of a text to a model, token by token.
 
     `tokens`: (n,) the ids that were scored. `logprobs`: (n,) float32, the natural logarithm of each
     one's probability after all that stands before it. `top_tokens`, `top_logprobs`: (n, k) the k
@@ -80,7 +80,8 @@ class Score:
     @property
     def perplexity(self) -> float:
         """The exponential of the mean surprise of a token; 1 for a text that had to come."""
-        return _exponential(-self.total / len(self.tokens))
+        surprise = -self.total / len(self.tokens)
+        return math.exp(surprise) if surprise < 700 else math.inf  # where no float is as large
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -119,7 +120,7 @@ def score(
     adapter_names: str | None = None,
     progress: bool = False,
 ) -> Any:
-    """How likely each text is: a `Score` for one, a list of them for several.
+    """Return how likely each text is: a `Score` for one, a list of them for several.
 
     `texts`: texts, or lists of ids. `after`: what the model reads before each of them, which is not
     scored: one prompt for all, or a list of one per text; a text, ids, or messages, which the
@@ -148,7 +149,7 @@ def score(
     (adapters,) = adapters_of(adapter_names, 1)
     pairs = zip(rows, before, strict=True)
     read = [_read(model, tokenizer, text, own, options) for text, own in pairs]
-    found: list[list[TokenLogprobs]] = [[] for _ in rows]
+    found: list[list[tuple[Tensor, ...]]] = [[] for _ in rows]
     spans = [span for row in read for span in _spans(row, window, stride)]
     with inference_mode(), progress_bar(progress, spans, "windows") as advance:
         for one, known in _run(model, _windows(model, read, window, stride), best, adapters):
@@ -159,8 +160,8 @@ def score(
     return scores[0] if single else scores
 
 
-def _each_after(after: object, count: int) -> list[Any]:
-    """What each of the texts comes after."""
+def _each_after(after: object, count: int) -> Sequence[PromptLike | None]:
+    """Return the prompt before each of the texts, None for nothing."""
     if after is None:
         return [None] * count
     prompts, single = listed(after)
@@ -173,8 +174,8 @@ def _each_after(after: object, count: int) -> list[Any]:
     return given
 
 
-def _sizes(model: LanguageModel, window: Any, stride: Any) -> tuple[int, int]:
-    """The ids of a window, and how far apart windows begin."""
+def _sizes(model: LanguageModel, window: int | None, stride: int | None) -> tuple[int, int]:
+    """Return the ids of a window, and how far apart windows begin."""
     most = model.context
     if window is None:
         window = _WINDOW if most is None else most
@@ -190,9 +191,13 @@ def _sizes(model: LanguageModel, window: Any, stride: Any) -> tuple[int, int]:
 
 
 def _read(
-    model: LanguageModel, tokenizer: object, text: object, after: object, options: Options
+    model: LanguageModel,
+    tokenizer: TokenizerLike | None,
+    text: object,
+    after: PromptLike | None,
+    options: Options,
 ) -> _Row:
-    """What the model reads for a text."""
+    """Return the row that the model reads for a text; RequestError for what cannot be scored."""
     if is_messages(text) or isinstance(text, Mapping):
         do = "Pass what stands before the text as after=, and the text itself"
         raise RequestError("what is scored is a text or ids", got=type(text).__name__, do=do)
@@ -220,15 +225,16 @@ def _read(
     return row
 
 
-def _ids(model: LanguageModel, tokenizer: Any, text: Any, before: list[int] | None) -> np.ndarray:
-    """The ids of a row: those before the text, if there are any, and its own."""
-    own: Any = text
+def _ids(
+    model: LanguageModel, tokenizer: TokenizerLike | None, text: object, before: list[int] | None
+) -> np.ndarray:
+    """Return the ids of a row: those before the text, if there are any, and its own."""
     if isinstance(text, str):
         if tokenizer is None:
             do = "Pass the tokenizer that es.load returned, or ids"
             raise RequestError("text needs a tokenizer", got="no tokenizer", do=do)
-        own = tokenizer.encode(text, add_special_tokens=before is None)
-    ids = as_numbers("a text", own, "a text or a list of ids")
+        text = tokenizer.encode(text, add_special_tokens=before is None)
+    ids = as_numbers("a text", text, "a text or a list of ids")
     ids = ids if ids.numel() else ids.long()  # an empty list says nothing of its type
     if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
         got = f"shape {tuple(ids.shape)} of {ids.dtype}"
@@ -239,7 +245,7 @@ def _ids(model: LanguageModel, tokenizer: Any, text: Any, before: list[int] | No
 
 
 def _spans(row: _Row, size: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(start, first scored, end) of every window of a row.
+    """Yield (start, first scored, end) of every window of a row.
 
     row     0 1 2 3 4 5 6 7 8 9     size 6, stride 4, first 1
     window  0 * * * * *             * is scored
@@ -257,7 +263,7 @@ def _spans(row: _Row, size: int, stride: int) -> Iterator[tuple[int, int, int]]:
 def _windows(
     model: LanguageModel, rows: Sequence[_Row], size: int, stride: int
 ) -> Iterator[_Window]:
-    """The windows of every row; an encoder reads once what stands before a text."""
+    """Yield the windows of every row; an encoder reads once what stands before a text."""
     for number, row in enumerate(rows):
         (state,) = (None,) if row.source is None else encoder_states(model, row.source)
         for start, first, end in _spans(row, size, stride):
@@ -269,8 +275,8 @@ def _run(
     windows: Iterator[_Window],
     best: int,
     adapters: tuple[tuple[str, float], ...],
-) -> Iterator[tuple[_Window, TokenLogprobs]]:
-    """What is known of each window, as they end; several are read at once."""
+) -> Iterator[tuple[_Window, tuple[Tensor, ...]]]:
+    """Yield each window with the likelihoods of its tokens; several are read at once."""
     wants, driver = Wants(prompt_logprobs=best), None
     while taken := list(islice(windows, _AT_ONCE)):
         requests = [
@@ -290,26 +296,15 @@ def _run(
             executor = model.executor(requests[0].needs)
             driver = Driver(Engine(executor, Continuous(budget, _AT_ONCE)))
         for group, one in zip(finished(driver, requests), taken, strict=True):
-            yield one, _from(prompt_logprobs(group), one.first - 1)
+            yield one, tuple(part[one.first - 1 :] for part in _parts(prompt_logprobs(group)))
 
 
-def _from(known: TokenLogprobs, first: int) -> TokenLogprobs:
-    """Without what is known of the tokens before the one with this number."""
-    parts = (known.tokens, known.logprobs, known.top_tokens, known.top_logprobs)
-    return TokenLogprobs(*(part[first:] for part in parts))
+def _parts(known: TokenLogprobs) -> tuple[Tensor, ...]:
+    """Return the tensors of a table of likelihoods, in the order of the fields of a `Score`."""
+    return known.tokens, known.logprobs, known.top_tokens, known.top_logprobs
 
 
-def _joined(parts: list[TokenLogprobs], nbytes: int | None) -> Score:
-    """What the windows of a row found, one after another."""
-    return Score(
-        torch.cat([one.tokens for one in parts]),
-        torch.cat([one.logprobs for one in parts]),
-        torch.cat([one.top_tokens for one in parts]),
-        torch.cat([one.top_logprobs for one in parts]),
-        nbytes,
-    )
-
-
-def _exponential(power: float) -> float:
-    """e to the power, infinite where no float is as large."""
-    return math.exp(power) if power < 700 else math.inf
+def _joined(parts: Sequence[tuple[Tensor, ...]], nbytes: int | None) -> Score:
+    """Return the score of a row, whose windows have these parts."""
+    tokens, logprobs, top_tokens, top_logprobs = map(torch.cat, zip(*parts, strict=True))
+    return Score(tokens, logprobs, top_tokens, top_logprobs, nbytes)

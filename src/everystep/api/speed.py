@@ -1,10 +1,12 @@
-"""How fast a model runs on this machine: its first token, and the tokens after it."""
+"""The speed of a model on this machine: its first token, and the tokens after it."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +35,7 @@ class Speed:
 
 
 class _FirstToken(BaseStreamer):
-    """Notes the time at which the first token of a call is reported."""
+    """A clock that notes the time at which the first token of a call is reported."""
 
     at: float | None = None
 
@@ -42,16 +44,16 @@ class _FirstToken(BaseStreamer):
             self.at = time.perf_counter()
 
     def put(self, value: object) -> None:
-        """The prompt is nothing new."""
+        """Ignore the prompt."""
 
     def end(self) -> None:
-        """The end is seen by whoever called."""
+        """Ignore the end, which whoever called sees."""
 
 
 def measure_speed(
     model: LanguageModel, *, rows: int = 1, positions: int = 512, tokens: int = 64, repeats: int = 5
 ) -> Speed:
-    """How fast greedy decoding is after prompts of random ids, which no token ends early.
+    """Return the speed of greedy decoding after prompts of random ids, which no token ends early.
 
     A call before the others is not counted. RequestError for counts below 1.
     """
@@ -62,26 +64,25 @@ def measure_speed(
     draws = torch.Generator().manual_seed(rows * 1000 + positions)
     ids = torch.randint(model.vocab_size, (rows, positions), generator=draws).to(model.device)
     options = {**_greedy_without_end(model), "max_new_tokens": tokens + 1}
-    taken = [_seconds(model, ids, options) for _ in range(repeats + 1)][1:]
+    run = partial(model.generate, ids, attention_mask=torch.ones_like(ids), **options)
+    taken = [_seconds(run) for _ in range(repeats + 1)][1:]
     first, rest = (statistics.median(column) for column in zip(*taken, strict=True))
     return Speed(rows, positions, tokens, first, rest)
 
 
-def _seconds(
-    model: LanguageModel, ids: torch.Tensor, options: dict[str, Any]
-) -> tuple[float, float]:
-    """Seconds to the first tokens, and from there to the end."""
+def _seconds(run: Callable[..., object]) -> tuple[float, float]:
+    """Return the seconds of a call to its first tokens, and from there to the end."""
     clock = _FirstToken()
     begin = time.perf_counter()
-    model.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **options)
+    run(streamer=clock)
     end = time.perf_counter()
     first = end if clock.at is None else clock.at
     return first - begin, end - first
 
 
 def _greedy_without_end(model: LanguageModel) -> dict[str, Any]:
-    """Options of a call in which nothing that the model's own configuration says changes a token,
-    and none ends a row."""
+    """Return options with which nothing in the model's own configuration changes a token, and no
+    token ends a row."""
     own = model.generation_config.to_diff_dict()
     begins = ("bos_token_id", "decoder_start_token_id")
     plain = {name: None for name in own if name in FIELDS and name not in (*META, *begins)}

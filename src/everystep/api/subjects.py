@@ -11,7 +11,6 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import partial
-from os import PathLike
 from typing import Any, Protocol, final
 from weakref import WeakKeyDictionary
 
@@ -25,8 +24,7 @@ from everystep.adapters import (
     with_adapter,
     without_adapter,
 )
-from everystep.api.forward import forward
-from everystep.api.saving import save_model, with_merged
+from everystep.api.saving import Folder, Saving, save_model, with_merged
 from everystep.bridge.core import ForeignModel
 from everystep.bridge.foreign import library
 from everystep.cache.formats import CacheDtype, KvFormat, Quantization
@@ -55,8 +53,6 @@ from everystep.requests.subject import Subject
 
 # Weights are read once, unless they can change.
 _DIGESTS: WeakKeyDictionary[Model, str] = WeakKeyDictionary()
-_OF_SAVING = {"dtype": None, "adapters": None, "max_shard_size": "5GB"}
-"""Arguments of `save_pretrained` and their defaults."""
 
 
 class Holder(Subject, Protocol):
@@ -88,10 +84,6 @@ class Holder(Subject, Protocol):
         """Let these values hold for every call that does not say otherwise."""
 
     @abstractmethod
-    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return what a call of the model gives."""
-
-    @abstractmethod
     def eval(self) -> None:
         """Leave training mode, if there is one."""
 
@@ -100,7 +92,7 @@ class Holder(Subject, Protocol):
         """Move the weights to the device and convert them to the type; None: as they are."""
 
     @abstractmethod
-    def load_adapter(self, name: str, folder: str | PathLike[str]) -> None:
+    def load_adapter(self, name: str, folder: Folder) -> None:
         """Let requests ask for the adapter in a folder by this name."""
 
     @abstractmethod
@@ -120,8 +112,8 @@ class Holder(Subject, Protocol):
         """Return every weight by name."""
 
     @abstractmethod
-    def save_pretrained(self, folder: str | PathLike[str], choices: Mapping[str, Any]) -> None:
-        """Write the model into the folder."""
+    def save_pretrained(self, folder: Folder, saving: Saving, passed: Mapping[str, object]) -> None:
+        """Write the model into the folder; `passed`: further arguments, for a module."""
 
 
 @final
@@ -212,11 +204,8 @@ class OwnSubject(Holder):
             parts += [name, self._adapters[name].digest()]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return forward(self, *args, **kwargs)
-
     def eval(self) -> None:
-        """There is no training mode."""
+        """Do nothing: there is no training mode."""
 
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         place = self.device if device is None else usable_device(device)
@@ -225,7 +214,7 @@ class OwnSubject(Holder):
             self._core = convert_model(self._core, device=place, dtype=dtype, in_panels=in_panels)
             self._adapters = moved_adapters(self._adapters, self._core.device, self._core.dtype)
 
-    def load_adapter(self, name: str, folder: str | PathLike[str]) -> None:
+    def load_adapter(self, name: str, folder: Folder) -> None:
         self._adapters = with_adapter(self._adapters, name, folder, self._core)
 
     def delete_adapter(self, name: str) -> None:
@@ -244,12 +233,12 @@ class OwnSubject(Holder):
     def state_dict(self) -> dict[str, Tensor]:
         return dict(named_weights(self._core))
 
-    def save_pretrained(self, folder: str | PathLike[str], choices: Mapping[str, Any]) -> None:
-        if strangers := [name for name in choices if name not in _OF_SAVING]:
-            do = f"Arguments are {', '.join(_OF_SAVING)}"
-            raise UnknownArgumentError(f"save_pretrained knows no {strangers[0]!r}", do=do)
-        core = with_merged(self._core, self._adapters, choices["adapters"])
-        save_model(core, self._config, folder, choices["dtype"], choices["max_shard_size"])
+    def save_pretrained(self, folder: Folder, saving: Saving, passed: Mapping[str, object]) -> None:
+        if passed:
+            what = f"save_pretrained knows no {next(iter(passed))!r}"
+            raise UnknownArgumentError(what, do=f"Arguments are {', '.join(Saving._fields)}")
+        core = with_merged(self._core, self._adapters, saving.adapters)
+        save_model(core, self._config, folder, saving)
 
 
 @final
@@ -343,18 +332,17 @@ class WrappedSubject(Holder):
         parts = [self._core.digest(), str(self._core.dtype), self.cache_dtype, *adapters]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return self._module(*args, **kwargs)
-
     def eval(self) -> None:
         self._module.eval()
 
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        wanted: dict[str, Any] = {"device": device, "dtype": dtype}
-        self._module.to(**{name: one for name, one in wanted.items() if one is not None})
+        if device is not None:
+            self._module.to(device=device)
+        if dtype is not None:
+            self._module.to(dtype=dtype)
         self._core = ForeignModel(self._module)
 
-    def load_adapter(self, name: str, folder: str | PathLike[str]) -> None:
+    def load_adapter(self, name: str, folder: Folder) -> None:
         self._of_peft().load_adapter(folder, adapter_name=name)
 
     def delete_adapter(self, name: str) -> None:
@@ -379,6 +367,7 @@ class WrappedSubject(Holder):
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self._module.state_dict())
 
-    def save_pretrained(self, folder: str | PathLike[str], choices: Mapping[str, Any]) -> None:
-        said = {name: one for name, one in choices.items() if one != _OF_SAVING.get(name)}
+    def save_pretrained(self, folder: Folder, saving: Saving, passed: Mapping[str, object]) -> None:
+        given, usual = {**saving._asdict(), **passed}, Saving._field_defaults
+        said = {name: one for name, one in given.items() if one != usual.get(name)}
         self._module.save_pretrained(folder, **said)  # type: ignore[operator]

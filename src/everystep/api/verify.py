@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from html import escape
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.nn.modes import inference_mode
 from everystep.requests.inputs import EncoderSource
 from everystep.shown import cut, table
+from everystep.text import Tokenizer
 from everystep.types import Prompt, Verb, Work
 
 TEXT = (
@@ -58,7 +60,7 @@ class Comparison:
 
     @property
     def equal_tokens(self) -> int:
-        """How many tokens are the same before the first that is not."""
+        """The number of tokens that are the same before the first that is not."""
         pairs = zip(self.tokens, self.wanted, strict=True)
         return next((n for n, (one, other) in enumerate(pairs) if one != other), len(self.tokens))
 
@@ -72,8 +74,8 @@ class Comparison:
         sure = self.margins > 2 * _EQUAL * self.largest
         return "equal" if near and bool(self.agrees[sure].all()) else "different"
 
-    def summary(self) -> dict[str, Any]:
-        """The comparison in seven figures, by their names."""
+    def summary(self) -> dict[str, object]:
+        """Return the comparison in seven figures, by their names."""
         return {
             "form": self.form,
             "verdict": self.verdict,
@@ -95,7 +97,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verification:
-    """What a comparison found: the model as it runs, and, where that rounds, in float32 too."""
+    """The comparisons of a model as it runs and, where that rounds, in float32 too."""
 
     name: str
     transformers: str
@@ -103,7 +105,7 @@ class Verification:
 
     @property
     def holds(self) -> bool:
-        """Whether what is not rounded equals transformers."""
+        """True where what is not rounded equals transformers."""
         return all(one.verdict != "different" for one in self.comparisons)
 
     def __repr__(self) -> str:
@@ -115,7 +117,7 @@ class Verification:
         return table([*rows[0]], [[*row.values()] for row in rows], repr(self))
 
     def picture(self) -> str:
-        """An SVG of the differences: a dot per comparison and position, by powers of ten."""
+        """Return an SVG of the differences: a dot per comparison and position, by powers of ten."""
         return _picture(self)
 
 
@@ -127,7 +129,7 @@ def verify(
     offline: bool = False,
     **choices: Unpack[LoadOptions],
 ) -> Verification:
-    """How far the model of a checkpoint is from transformers' reading of the same files.
+    """Return how far a checkpoint's model is from transformers' reading of the same files.
 
     Logits are compared after every token of `text`, and `tokens` greedy ones after its first half.
     `offline`: whether nothing may be fetched. Needs `everystep[transformers]`. Raises
@@ -166,8 +168,8 @@ def verify(
     return Verification(model.name_or_path, theirs.version, tuple(found))
 
 
-def _ids(model: LanguageModel, tokenizer: Any, text: str) -> Tensor:
-    """(T,) the ids of the text, as many as the model has positions for."""
+def _ids(model: LanguageModel, tokenizer: Tokenizer, text: str) -> Tensor:
+    """Return (T,) the ids of the text, as many as the model has positions for."""
     found, most = tokenizer.encode(text), min(model.context or 512, 512)
     if len(found) < 2:
         raise RequestError("the text is too short", wanted="two tokens or more", got=len(found))
@@ -175,7 +177,7 @@ def _ids(model: LanguageModel, tokenizer: Any, text: str) -> Tensor:
 
 
 def _is_rounded(model: LanguageModel) -> bool:
-    """Whether weights are codes, or numbers of 16 bits."""
+    """Return whether weights, keys or values are codes, or numbers of 16 bits."""
     coded = any(name not in ("float32", "float64") for name in model.weight_bytes)
     return coded or model.cache_dtype != "float32"
 
@@ -183,7 +185,7 @@ def _is_rounded(model: LanguageModel) -> bool:
 def _compared(
     model: LanguageModel, theirs: Reference, ids: Tensor, count: int, form: str, rounded: bool
 ) -> Comparison:
-    """One comparison."""
+    """Return one comparison."""
     source, state, read = None, None, ids
     if model.is_encoder_decoder:
         first = model.generation_config.decoder_start_token_id or 0
@@ -205,8 +207,9 @@ def _compared(
             )
         )
     prompt = ids[: max(1, len(ids) // 2)]
-    options: Mapping[str, Any] = {"max_new_tokens": count, "min_new_tokens": count}
-    said = model.generate(prompt[None], do_sample=False, num_beams=1, **options)[0, -count:]
+    said = model.generate(
+        prompt[None], max_new_tokens=count, min_new_tokens=count, do_sample=False, num_beams=1
+    )
     differences, divergence, agrees, margins = map(torch.cat, zip(*columns, strict=True))
     return Comparison(
         form,
@@ -214,7 +217,7 @@ def _compared(
         divergence,
         agrees,
         margins,
-        tuple(said.tolist()),
+        tuple(said[0, -count:].tolist()),
         tuple(theirs.greedy(prompt, count)),
         float(wanted.abs().max()),
         rounded,
@@ -224,8 +227,8 @@ def _compared(
 def _logits(
     model: LanguageModel, ids: Tensor, state: Tensor | None
 ) -> Iterator[tuple[int, Tensor]]:
-    """(start, (n, V) float32 logits) of one row after another part of its ids, from the executor
-    that generates."""
+    """Yield (start, (n, V) float32 logits) of one row after another part of its ids, from the
+    executor that generates."""
     executor = model.executor(frozenset() if state is None else frozenset({"encoder"}))
     row, verbs = np.zeros(1, np.int64), [Verb("allocate", 0)]
     for start in range(0, len(ids), _CHUNK):
@@ -246,7 +249,7 @@ _LOW, _HIGH = -9, 1  # powers of ten
 
 
 def _picture(found: Verification) -> str:
-    """Dots over a grid of powers of ten."""
+    """Return an SVG of dots over a grid of powers of ten."""
 
     def y(value: float) -> float:
         power = min(max(np.log10(max(value, 1e-30)), _LOW), _HIGH)
@@ -257,7 +260,7 @@ def _picture(found: Verification) -> str:
         f'{_HEIGHT + _TOP + 64}" font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="{_LEFT}" y="20" font-size="14">Largest difference of a logit from transformers '
-        f"{_escaped(found.transformers)}, {_escaped(found.name)}</text>",
+        f"{escape(found.transformers, False)}, {escape(found.name, False)}</text>",
     ]
     for power in range(_LOW, _HIGH + 1, 2):
         at = y(10.0**power)
@@ -272,10 +275,8 @@ def _picture(found: Verification) -> str:
             parts.append(f'<circle cx="{x:.1f}" cy="{y(value):.1f}" r="2" fill="{colour}"/>')
         label = f"{one.form}: {one.verdict}, at most {float(one.differences.max()):.1e}"
         x = _LEFT + 300 * number
-        parts.append(f'<text x="{x}" y="{bottom + 44}" fill="{colour}">{_escaped(label)}</text>')
+        parts.append(
+            f'<text x="{x}" y="{bottom + 44}" fill="{colour}">{escape(label, False)}</text>'
+        )
     parts.append(f'<text x="{_LEFT}" y="{bottom + 22}">position of the text</text></svg>')
     return "\n".join(parts)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

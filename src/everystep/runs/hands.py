@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -21,10 +21,14 @@ from everystep.requests.arrays import as_numbers
 from everystep.requests.inputs import Inputs
 from everystep.requests.options import Options
 from everystep.requests.prepare import Call, prepare, require_unfilled
+from everystep.requests.prompts import Tokenizing
 from everystep.requests.subject import Subject
 from everystep.runs.steps import Sight
 from everystep.strategies import Beam
 from everystep.types import Event, Group, Request
+
+if TYPE_CHECKING:
+    from everystep.requests.keywords import PromptOptions
 
 T = TypeVar("T")
 
@@ -39,8 +43,8 @@ _READ_ONCE = (
 class Asked:
     """The keywords and the seed that a run goes by."""
 
-    options: Mapping[str, Any]
-    seed: int
+    options: Mapping[str, object]
+    seed: int | Sequence[int] | None
 
     def session(self, model: Subject, tokenizer: object) -> Session:
         """Return what reads the prompt and prepares its call."""
@@ -54,7 +58,7 @@ class Asked:
         common = {**self.options, "return_dict_in_generate": True}
         return Session(model, tokenizer, [""], None, self.seed, common, gives_steps=True)
 
-    def changed(self, changes: Mapping[str, Any]) -> Asked:
+    def changed(self, changes: PromptOptions) -> Asked:
         """Return the same with other values of some of them."""
         rest = {name: value for name, value in changes.items() if name != "seed"}
         return Asked({**self.options, **rest}, changes.get("seed", self.seed))
@@ -87,8 +91,9 @@ class Rules:
     def request(self, model: Subject, given: int, name: str) -> Request:
         """Return the request of a run with so many given ids, for which there is more room."""
         new, effective = self.room + given, self.options.effective
-        if effective.max_new_tokens is None and effective.source("max_length") == "default":
-            new = min(new, self._left(model) or new)
+        unlimited = effective.max_new_tokens is None and effective.source("max_length") == "default"
+        if unlimited and model.context is not None:  # what the model was made for is the limit
+            new = min(new, model.context - self.first.prompt.length or new)
         effective = effective.replaced("call", max_new_tokens=new)
         (made,) = prepare(model, replace(self.options, effective=effective), self.inputs).requests
         keeps, beside, strategy = is_one(made), self.first.companions, made.strategy
@@ -105,10 +110,6 @@ class Rules:
             keeps=keeps,
         )
 
-    def _left(self, model: Subject) -> int | None:
-        """Return how many positions the model was made for after the prompt, None for any."""
-        return None if model.context is None else model.context - self.first.prompt.length
-
     def require_room(self, model: Subject, length: int) -> None:
         """Raise CapacityError where so many ids after the prompt fill the model's context."""
         require_unfilled(self.first.prompt.length + length, model.context)
@@ -124,7 +125,7 @@ def over(group: Group) -> bool:
     return not group.live or group.finished
 
 
-def read_ids(model: Subject, tokenizer: Any, ids: Sequence[int] | str) -> list[int]:
+def read_ids(model: Subject, tokenizer: Tokenizing | None, ids: Sequence[int] | str) -> list[int]:
     """Return the ids of what was sent, each of them in the vocabulary."""
     if isinstance(ids, str):
         if tokenizer is None:

@@ -36,11 +36,11 @@ from everystep.requests.prompts import PromptLike
 from everystep.requests.subject import Subject
 from everystep.runs.hands import Asked, Hands, Rules, is_one, over, read_ids, require_changeable
 from everystep.runs.saved import NO_TRAIL, RunState, Trail, require_possible, write_run
-from everystep.runs.steps import Explanation, Step, explained
+from everystep.runs.steps import Explanation, Sight, Step, explained
 from everystep.shown import table
 from everystep.strategies import Beam, BestOf, Greedy, Sample
 from everystep.streamers import LiveBeam, Wording, beam_event
-from everystep.types import Finished, Group, Request, Sequence, values_of
+from everystep.types import Finished, Group, Request, Sequence, Strategy, values_of
 
 MOST_MORE = 1000
 """How many further hypotheses `more` gives at once: each step ranks all that are kept."""
@@ -187,8 +187,7 @@ class Run:
     def _widen(self, keeps: int) -> None:
         """Go on as a search that keeps so many hypotheses, until that is over."""
         old, hands = self._group, self._hands
-        asked = self._rules[-1][1].asked.changed({"n_best": keeps, "num_return_sequences": 1})
-        rules = self._read(asked)
+        rules = self._changed({"n_best": keeps, "num_return_sequences": 1})
         request = rules.request(self.model, 0, hands.name())
         bank = cast(Beam, request.strategy).widened(old)
         twin = hands.fork(old, request, Known(bank, not bool(bank.open.any())))
@@ -249,12 +248,13 @@ class Run:
         name = twin.request.request_id
         try:
             self._hands.replace(twin, *self._before(tokens[:position], index, name))
-            sight: Any = self._hands.step(twin)
+            sight = self._hands.step(twin)
             if twin.error is not None:
                 raise twin.error
         finally:
             self._hands.drop(twin)
         given = position in self._given
+        sight = cast(Sight, sight)  # of a choice, since nothing failed
         return explained(sight, position, tokens[position], self._spell, rivals, given=given)
 
     def _before(self, tokens: Items[int], index: int, name: str) -> tuple[Request, Beginning]:
@@ -263,12 +263,13 @@ class Run:
         rules = [one for start, one in self._rules if start <= len(tokens)][-1]
         given = len([one for one in self._given if one < len(tokens)])
         request = rules.request(self.model, given, name)
-        draws = isinstance(request.strategy, Sample | BestOf)
-        strategy: Any = Sample() if draws else Greedy()
+        strategy: Strategy = Greedy()
         if request.strategy.reads.scores == "log_probs":
             strategy = Beam(width=1)
+        elif isinstance(request.strategy, Sample | BestOf):
+            strategy = Sample()
         request = replace(request, strategy=strategy, drafter=None, linger=False, keeps=False)
-        every: list[Any] = [*self._group.live, *self._group.done]
+        every = sequences_of(self._group)
         lineage = next((one.lineage for one in every if one.index == index), 0)
         values = self._values(len(tokens)) if is_one(self._group.request) else {}
         return request, Beginning(np.array(tokens, np.int64), values, lineage)
@@ -309,18 +310,18 @@ class Run:
         with self._hands.lock:
             self._hands.require_between("next")
             self._hands.catch_up()
-            if not self._ready and not over(self._group):
+            if self._ready:
+                return
+            if not over(self._group):
                 sight = self._hands.step(self._group)
                 if is_one(self._group.request):
                     self._memos[len(self.tokens)] = known_of(self._group)
                 self._deliver(sight)
                 self._hands.catch_up()
-            elif self._ready:
-                return
             if self._group.error is not None:
                 raise self._group.error
 
-    def _deliver(self, sight: Any) -> None:
+    def _deliver(self, sight: Sight | None) -> None:
         """Make a step of what was reported of the run."""
         group = self._group
         mail = self._hands.mail(group)
@@ -386,7 +387,7 @@ class Run:
         """
         with self._hands.lock:
             tokens = self._whole("set")
-            rules = self._read(self._rules[-1][1].asked.changed(changes))
+            rules = self._changed(changes)
             name = self._group.request.request_id
             request = rules.request(self.model, len(self._given), name)
             require_changeable(self._group.request, request, changes)
@@ -399,8 +400,9 @@ class Run:
             else:
                 self._follow(rules, len(tokens))
 
-    def _read(self, asked: Asked) -> Rules:
-        """Return the rules of these keywords, for the prompt of this run."""
+    def _changed(self, changes: PromptOptions) -> Rules:
+        """Return the rules in force with other values of some keywords."""
+        asked = self._rules[-1][1].asked.changed(changes)
         call = asked.session(self.model, self.tokenizer).prepared(self._passed, 0)
         return Rules.of(asked, call, self._rules[0][1].first)
 
@@ -471,7 +473,7 @@ class Run:
             raise RequestError(f"{what}: the run has failed", got=self._group.error)
         return list(self.tokens)
 
-    def _values(self, kept: int) -> dict[str, Any]:
+    def _values(self, kept: int) -> dict[str, object]:
         """Return what was known after the first `kept` ids, or the last step before."""
         return dict(self._memos[max(n for n in self._memos if n <= kept)])
 
@@ -497,8 +499,7 @@ class Run:
         values, best = self._values(kept), request.wants.logprobs
         if best is not None:
             values |= with_given(known_of(group), kept, tokens[kept:], best)
-        first = first_of(group)
-        lineage = 0 if first is None else first.lineage
+        lineage = next((one.lineage for one in sequences_of(group)), 0)
         beginning = Beginning(np.array(tokens, np.int64), values, lineage)
         self._hands.replace(group, request, beginning)
         self._given = frozenset(given)
@@ -552,13 +553,11 @@ def ranked(group: Group) -> list[Finished]:
     return [one for one in results_of(group) if one.serial >= 0]
 
 
-def first_of(group: Group) -> Sequence | Finished | None:
-    """Return the first sequence of a group, live or done; None before it has any."""
-    found: list[Sequence | Finished] = [*group.live, *group.done]
-    return found[0] if found else None
+def sequences_of(group: Group) -> list[Sequence | Finished]:
+    """Return the sequences of a group, the live ones first."""
+    return [*group.live, *group.done]
 
 
-def known_of(group: Group) -> dict[str, Any]:
+def known_of(group: Group) -> dict[str, object]:
     """Return what its first sequence remembers that ids cannot tell."""
-    first = first_of(group)
-    return {} if first is None else values_of(first.memo)
+    return next((values_of(one.memo) for one in sequences_of(group)), {})

@@ -34,6 +34,7 @@ from everystep.files.safetensors import read_file
 from everystep.nn.digests import add_tensor
 from everystep.requests.door import PromptValues
 from everystep.requests.options import Prefix
+from everystep.requests.prompts import TokenizerLike
 from everystep.requests.subject import Subject
 from everystep.runs.hands import Asked
 from everystep.types import nobodys
@@ -54,7 +55,7 @@ class Trail:
     """
 
     given: AbstractSet[int] = frozenset()
-    memos: Mapping[int, Mapping[str, Any]] = field(default_factory=lambda: {0: {}})
+    memos: Mapping[int, Mapping[str, object]] = field(default_factory=lambda: {0: {}})
     steps: int = 0
     shown: AbstractSet[int] = frozenset()
 
@@ -83,10 +84,14 @@ def write_run(state: RunState, model: Subject, tokenizer: object, path: Path) ->
     written."""
     rules = [(start, _plain(asked)) for start, asked in state.rules]
     absent = sorted({name for _, (_, missing, _) in rules for name in missing})
+    memos = {  # without likelihoods: the group's own memo has them all
+        n: {name: value for name, value in memo.items() if name != "logprobs"}
+        for n, memo in state.trail.memos.items()
+    }
     stored = {
         "rules": rules,
         "given": sorted(state.trail.given),
-        "memos": {n: memo for n, memo in _plain_memos(state.trail.memos).items() if memo or not n},
+        "memos": {n: memo for n, memo in memos.items() if memo or not n},
         "number": state.trail.steps,
         "shown": sorted(state.trail.shown),
         "prefix": prefix_digest(state.rules[0][1].options.get("prefix")),
@@ -235,7 +240,6 @@ def _written(file: Path, state: Tensor) -> Written:
     group = found["group"]
     for part, possible in (
         ("rules", starts[:1] == [0] and all(a < b for a, b in pairwise(starts))),
-        ("keywords", all(fits(plain, dict[str, Any]) for _, (plain, _, _) in found["rules"])),
         ("memos", 0 in found["memos"] and all(map(fits_memo, found["memos"].values()))),
         ("number", 0 <= found["number"] < 2**62),
         ("group", group.dtype == np.uint8 and group.ndim == 1),
@@ -247,7 +251,7 @@ def _written(file: Path, state: Tensor) -> Written:
 
 def _prompt(file: Path, tensors: Mapping[str, Tensor]) -> PromptValues:
     """Return the prompt as it was given."""
-    prompt: dict[str, Any] = {}
+    prompt: dict[str, object] = {}
     for name, tensor in tensors.items():
         if name.startswith(_PROMPT):
             prompt[name.removeprefix(_PROMPT)] = tensor
@@ -303,9 +307,9 @@ def _check_prefix(written: str | None, again: Mapping[str, object]) -> None:
 # --- what is written ------------------------------------------------------------------------------
 
 
-def _plain(asked: Asked) -> tuple[dict[str, Any], list[str], int]:
+def _plain(asked: Asked) -> tuple[dict[str, object], list[str], object]:
     """Return what can be written of the keywords, the names of the others, and the seed."""
-    plain: dict[str, Any] = {}
+    plain: dict[str, object] = {}
     missing: list[str] = []
     for name, value in asked.options.items():
         said = value.to_diff_dict() if isinstance(value, GenerationConfig) else value
@@ -318,7 +322,7 @@ def _plain(asked: Asked) -> tuple[dict[str, Any], list[str], int]:
     return plain, missing, asked.seed
 
 
-def _revived(file: Path, plain: Mapping[str, object]) -> dict[str, Any]:
+def _revived(file: Path, plain: Mapping[str, object]) -> dict[str, object]:
     """Return the keywords as they were passed."""
     found = dict(plain)
     said = found.get("generation_config")
@@ -327,14 +331,6 @@ def _revived(file: Path, plain: Mapping[str, object]) -> dict[str, Any]:
             raise _damaged(file, "generation_config")
         found["generation_config"] = GenerationConfig(**said)
     return found
-
-
-def _plain_memos(memos: Mapping[int, Mapping[str, object]]) -> dict[int, dict[str, Any]]:
-    """Return them without likelihoods: the group's own memo has them all."""
-    return {
-        n: {name: value for name, value in memo.items() if name != "logprobs"}
-        for n, memo in memos.items()
-    }
 
 
 def _tensor(name: str, value: object) -> Tensor:
@@ -358,7 +354,7 @@ def prefix_digest(prefix: object) -> str | None:
     return f"{len(prefix)} {fingerprint(nobodys(prefix.prompt))}"
 
 
-def tokenizer_digest(tokenizer: Any) -> str:
+def tokenizer_digest(tokenizer: TokenizerLike | None) -> str:
     """Return a text that is equal for tokenizers that spell alike: judged by a text, their size,
     special tokens and chat template, and 256 of their tokens."""
     if tokenizer is None:

@@ -1,4 +1,4 @@
-"""What a call asks of a model that listens, read and checked before any compute."""
+"""The options of a call of a model that listens, read and checked before any compute."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from everystep.speech.segments import Doubts
 
 _CHOSEN = ("num_return_sequences", "do_sample", "max_length", "max_new_tokens", "temperature")
 """Fields that are said anew for each window."""
+_DOUBTS = ("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold")
 
 
 @dataclass(frozen=True, eq=False)
 class Speech:
-    """What a call asks for.
+    """The options of a call, read.
 
     `sounds`: (B,) features (channels, n); `frames`: (B,) how many of them are real. `span`: frames
     of a window. `begun`: (B,) decoder ids of the caller's, empty where language and task say them.
@@ -60,7 +61,7 @@ class Speech:
     first_stamp: int
     returns_segments: bool
     returns_output: bool
-    processors: tuple[Any, ...]
+    processors: tuple[object, ...]
     rest: Arguments
 
     @property
@@ -71,8 +72,8 @@ class Speech:
         return self.prompt[1:] if self.prompt[:1] == self.previous else self.prompt
 
     def length(self, width: int) -> dict[str, int]:
-        """How long a window's ids may get after `width` ids of the decoder; RequestError where
-        that is longer than it has positions."""
+        """Return the limit of a window's length after `width` ids of the decoder, by its name;
+        RequestError where that is longer than the decoder has positions."""
         if self.limit is None:
             return {}
         name, value = self.limit
@@ -89,7 +90,8 @@ class Speech:
 
 
 def read_speech(model: Subject, given: Arguments) -> Speech:
-    """What a call says; RequestError for what cannot be, UnsupportedError for what is not done."""
+    """Return the options of a call; RequestError for what cannot be, UnsupportedError for what is
+    not done."""
     own, prompt = given.speech or OfSpeech(), given.prompt
     said = _said(model, given, own)
     tokens = read_tokens(said)
@@ -98,7 +100,7 @@ def read_speech(model: Subject, given: Arguments) -> Speech:
     features = prompt.named.get("input_features")
     sounds, frames = _sounds(features, prompt.attention_mask, channels, span)
     stamps = _stamps(said, tokens, max(one.shape[1] for one in sounds), span)
-    temperatures, doubts = _temperatures(given.fields.get("temperature")), _doubts(said)
+    temperatures = _temperatures(given.fields.get("temperature"))
     _check(given.fields.get("do_sample"), own, said, temperatures)
     ends = _ids(said("eos_token_id"))
     suppressed = _ids(said("suppress_tokens"))
@@ -123,7 +125,7 @@ def read_speech(model: Subject, given: Arguments) -> Speech:
         prompts_all=own.prompt_condition_type == "all-segments",
         follows=bool(said("condition_on_prev_tokens")),
         temperatures=temperatures,
-        doubts=doubts,
+        doubts=Doubts(*map(said, _DOUBTS)),
         copies=int(said("num_return_sequences") or 1),
         limit=_limit(said),
         pad=int(kept) if kept is not None else (ends or (0,))[0],
@@ -162,7 +164,7 @@ def _said(model: Subject, given: Arguments, own: OfSpeech) -> Said:
 def _sounds(
     features: object, mask: object, channels: int, span: int
 ) -> tuple[list[Tensor], list[int]]:
-    """(B,) features (channels, n), and (B,) how many of their frames are real."""
+    """Return (B,) features (channels, n), and (B,) how many of their frames are real."""
     if (
         not isinstance(features, Tensor)
         or not features.is_floating_point()
@@ -194,7 +196,7 @@ def _sounds(
 
 
 def _stamps(said: Said, tokens: SpeechTokens, frames: int, span: int) -> bool:
-    """Whether there are timestamps, as there must be where there is more than one window."""
+    """Return whether there are timestamps, as there must be in more than one window."""
     asked = said("return_timestamps")
     if frames > span and asked is False:
         raise RequestError(
@@ -221,15 +223,10 @@ def _temperatures(value: object) -> tuple[float | None, ...]:
     return each
 
 
-def _doubts(said: Said) -> Doubts:
-    names = ("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold")
-    return Doubts(*map(said, names))
-
-
 def _check(
     do_sample: object, own: OfSpeech, said: Said, temperatures: Sequence[float | None]
 ) -> None:
-    """RequestError for options that contradict each other."""
+    """Refuse options that contradict each other."""
     if do_sample and not any(temperatures):
         do = "Pass temperature=0.4, say, or leave do_sample out"
         raise RequestError("sounds are sampled at a temperature", got="none or 0", do=do)
@@ -253,7 +250,7 @@ def _check(
 
 
 def _begun(ids: object, rows: int) -> list[list[int]]:
-    """(B,) decoder ids of the caller's, or nothing."""
+    """Return (B,) decoder ids of the caller's, or nothing."""
     if ids is None:
         return []
     table = torch.as_tensor(ids)
@@ -280,7 +277,7 @@ def _limit(said: Said) -> tuple[str, int] | None:
     return None
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def _ids(value: int | list[int] | tuple[int, ...] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list | tuple) else (int(value),)

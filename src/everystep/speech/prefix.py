@@ -31,7 +31,7 @@ class SpeechTokens:
     old: tuple[int | None, ...] = ()
 
     def language(self, name: str) -> int:
-        """The id of a language by its name, code or token; RequestError if it has none."""
+        """Return the id of a language by its name, code or token; RequestError if it has none."""
         if self.languages is None:
             raise _outdated("language", "lang_to_id")
         given = str(name).lower()
@@ -48,7 +48,7 @@ class SpeechTokens:
 
 
 def read_tokens(said: Said) -> SpeechTokens:
-    """The special ids that a model's configuration says."""
+    """Return the special ids that a model's configuration says."""
     start = said("decoder_start_token_id")
     if type(start) is not int:
         raise FormatError(
@@ -78,7 +78,7 @@ def first_tokens(
     stamps: bool,
     detect: Callable[[], Sequence[int]],
 ) -> list[list[int]]:
-    """(rows,) the ids that each transcript begins with; `detect` finds out the rows' languages.
+    """Return (rows,) the ids that each transcript begins with; `detect` finds out the languages.
 
     RequestError for languages and tasks that the model does not have. Source: Radford et al. 2022;
     transformers' `WhisperGenerationMixin`.
@@ -103,8 +103,7 @@ def first_tokens(
 def _task(
     tokens: SpeechTokens, task: str | None, language: object, old: Sequence[int | None]
 ) -> int | None:
-    """The id of the task; where none was named, that of writing down what is said beside a
-    language."""
+    """Return the id of the task; beside a language alone that of writing down what is said."""
     if task is None:
         return None if language is None or tokens.tasks is None else tokens.tasks["transcribe"]
     if tokens.tasks is None:

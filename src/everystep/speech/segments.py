@@ -1,4 +1,4 @@
-"""What a window of sounds became, cut at its timestamps; and whether to believe it."""
+"""The ids of a window of sounds, cut at its timestamps; and whether to believe them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -17,14 +17,23 @@ SECONDS = 0.02
 STRIDE = 2
 """Frames of features per state of the encoder, and per step of a timestamp."""
 
-Segment = dict[str, Any]
-"""`start`, `end`: seconds, `tokens`: (n,) ids, timestamps among them, `result`: of its window."""
+
+class Segment(TypedDict):
+    """A stretch of speech between two timestamps.
+
+    `start`, `end`: seconds. `tokens`: (n,) ids, timestamps among them. `result`: of its window.
+    """
+
+    start: float
+    end: float
+    tokens: Tensor
+    result: object
 
 
 def segments_of(
     tokens: np.ndarray, first_stamp: int, seek: int, frames: int, result: object
 ) -> tuple[list[Segment], int]:
-    """The segments of a window's ids (n,), and how many frames further the next window begins.
+    """Return the segments of a window's ids (n,), and how many frames on the next window begins.
 
     The window begins at frame `seek`, of which `frames` hold sounds. Two timestamps beside each
     other end a segment and begin the next; what follows the last such pair is heard again. Source:
@@ -64,14 +73,14 @@ def _segment(
 
 
 def without_second_stamp(tokens: Sequence[int], first_stamp: int) -> Sequence[int]:
-    """The ids of a segment as they are read before the next window: of two timestamps at the end
-    one."""
+    """Return the ids of a segment as they are read before the next window: of two timestamps at the
+    end one."""
     return tokens[:-1] if len(tokens) > 2 and tokens[-2] >= first_stamp else tokens
 
 
 @dataclass(frozen=True)
 class Doubts:
-    """From where on a window is tried again at the next temperature, None for never.
+    """The thresholds beyond which a window is tried again at the next temperature, None for never.
 
     `compression`: how much shorter its ids may get when they are packed; what repeats itself gets
     much shorter. `logprob`: how likely its ids are at least, on average. `no_speech`: how likely
@@ -85,7 +94,7 @@ class Doubts:
     def judge(
         self, tokens: np.ndarray, vocabulary: int, logprob: float, silence: float
     ) -> tuple[bool, bool]:
-        """Whether a window is to be tried again, and whether it is silent."""
+        """Return whether a window is to be tried again, and whether it is silent."""
         unlikely = self.logprob is not None and logprob < self.logprob
         again = unlikely
         if self.compression is not None:
@@ -96,14 +105,15 @@ class Doubts:
 
 
 def compression_ratio(tokens: np.ndarray, vocabulary: int) -> float:
-    """The size of ids as bytes, as a multiple of what zlib makes of them."""
+    """Return the size of ids as bytes, as a multiple of what zlib makes of them."""
     size = int(math.log2(vocabulary) / 8) + 1
     whole = b"".join(int(token).to_bytes(size, "little") for token in tokens)
     return len(whole) / len(zlib.compress(whole))
 
 
 def mean_logprob(scores: Sequence[Tensor], tokens: np.ndarray, temperature: float | None) -> float:
-    """The mean log-probability of ids (n,), of scores (V,) for each that a temperature divided."""
+    """Return the mean log-probability of ids (n,), of scores (V,) for each that a temperature
+    divided."""
     steps = torch.stack(list(scores)[: len(tokens)])
     logs = torch.log_softmax((steps * (temperature or 1.0)).float(), dim=-1)
     chosen = torch.from_numpy(tokens[-len(steps) :]).to(logs.device)

@@ -8,6 +8,7 @@ window. Names and results are those of transformers' `WhisperGenerationMixin.gen
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -39,9 +40,12 @@ from everystep.speech.segments import (
 
 @dataclass
 class _Utterance:
-    """One row: `begins`: what its transcript begins with, `frames`: how many of its sounds are
-    real, `seek`: from which on its next window begins. `follows`: whether that window is read after
-    what the last one became."""
+    """A row of sounds.
+
+    `begins`: what its transcript begins with. `frames`: how many of its sounds are real. `seek`:
+    the frame at which its next window begins. `follows`: whether that window is read after what the
+    last one became.
+    """
 
     number: int
     sounds: Tensor
@@ -52,16 +56,16 @@ class _Utterance:
     segments: list[Segment] = field(default_factory=list)
 
 
-def transcribe(model: Subject, given: Arguments) -> Any:
-    """What was said: (rows, length) ids without those that a transcript begins with and without its
-    end, padded on the right; see the guide for what else can be asked for.
+def transcribe(model: Subject, given: Arguments) -> object:
+    """Return what was said: (rows, length) ids without those that a transcript begins with and
+    without its end, padded on the right; see the guide for what else can be asked for.
 
     `given`: what was passed to `model.generate`.
     """
     speech = read_speech(model, given)
     with inference_mode():
         utterances = _utterances(model, speech)
-    last: Any = None
+    last: object = None
     while active := [one for one in utterances if one.seek < one.frames]:
         last = _window(model, speech, active)
     if speech.returns_output and not speech.stamps:
@@ -79,19 +83,15 @@ _NOTHING = torch.empty(0, dtype=torch.int64)
 
 
 def _utterances(model: Subject, speech: Speech) -> list[_Utterance]:
-    """The rows of a call, each as often as it is asked for."""
+    """Return the rows of a call, each as often as it is asked for."""
     sounds, copies = speech.sounds, speech.copies
-
-    def detect() -> list[int]:
-        return _languages(model, speech)
-
     begins = speech.begun or first_tokens(
         speech.tokens,
         speech.language,
         speech.task,
         len(sounds),
         stamps=speech.stamps,
-        detect=detect,
+        detect=partial(_languages, model, speech),
     )
     each = zip(sounds, speech.frames, begins, strict=True)
     return [
@@ -102,7 +102,7 @@ def _utterances(model: Subject, speech: Speech) -> list[_Utterance]:
 
 
 def _languages(model: Subject, speech: Speech) -> list[int]:
-    """(B,) the language of each row that is likeliest after the start token."""
+    """Return (B,) the language of each row that is likeliest after the start token."""
     known = sorted((speech.tokens.languages or {}).values())
     found = []
     for sounds in speech.sounds:
@@ -113,7 +113,7 @@ def _languages(model: Subject, speech: Speech) -> list[int]:
 
 
 def _after_start(model: Subject, sounds: Tensor, ids: list[int], place: int) -> Tensor:
-    """(V,) logits after the id that stands `place` places before the end of the decoder's ids."""
+    """Return (V,) logits after the id that stands `place` places before the decoder's last."""
     core = cast(Model, model.core)  # one of this library, since it listens itself
     with inference_mode():
         logits = core.forward(
@@ -126,13 +126,13 @@ def _after_start(model: Subject, sounds: Tensor, ids: list[int], place: int) -> 
 
 
 def _cut(sounds: Tensor, seek: int, end: int, span: int) -> Tensor:
-    """(channels, span) sounds from frame `seek` to `end`, with zeros after them."""
+    """Return (channels, span) sounds from frame `seek` to `end`, with zeros after them."""
     part = sounds[:, seek : min(seek + span, end)]
     return F.pad(part, (0, span - part.shape[1]))
 
 
-def _window(model: Subject, speech: Speech, active: list[_Utterance]) -> Any:
-    """Every row has the segments of its next window; what the last call returned."""
+def _window(model: Subject, speech: Speech, active: list[_Utterance]) -> object:
+    """Give every row the segments of its next window, and return what the last call returned."""
     heard = [_cut(one.sounds, one.seek, one.frames, speech.span) for one in active]
     prompts = [_decoder_ids(speech, one) for one in active]
     pending, result = list(range(len(active))), None
@@ -160,7 +160,7 @@ def _window(model: Subject, speech: Speech, active: list[_Utterance]) -> Any:
 def _settle(
     speech: Speech, one: _Utterance, said: np.ndarray, result: object, *, silent: bool
 ) -> None:
-    """The row has the segments of a window, and goes on behind it."""
+    """Give the row the segments of a window, behind which it goes on."""
     frames = min(one.frames - one.seek, speech.span)
     if silent:
         one.seek += frames
@@ -174,7 +174,7 @@ def _settle(
 def _silence(
     model: Subject, speech: Speech, one: _Utterance, heard: Tensor, prompt: list[int]
 ) -> float:
-    """How likely the model thinks that nobody speaks in a window, where that is asked for."""
+    """Return the probability that nobody speaks in a window; 0 where nothing depends on it."""
     if speech.doubts.no_speech is None:
         return 0.0
     logits = _after_start(model, heard, prompt, len(one.begins))
@@ -182,8 +182,8 @@ def _silence(
 
 
 def _decoder_ids(speech: Speech, one: _Utterance) -> list[int]:
-    """What the decoder begins a window with: what was said before, if it is to be known, then what
-    a transcript begins with."""
+    """Return the ids with which the decoder begins a window: those said before, if it is to know
+    them, then those of a transcript's beginning."""
     prompt, room = speech.prompt, speech.most // 2 - 1
     if one.follows and one.segments:
         said = list(speech.said_first)
@@ -200,14 +200,14 @@ def _call(
     heard: list[Tensor],
     prompts: list[list[int]],
     temperature: float | None,
-) -> tuple[list[np.ndarray], list[list[Tensor]], Any]:
-    """(B,) the ids of a window, its end among them, (B,) their scores where they are asked for, and
-    what the ordinary call returned."""
+) -> tuple[list[np.ndarray], list[list[Tensor]], object]:
+    """Return (B,) the ids of a window, its end among them, (B,) their scores where they are asked
+    for, and what the ordinary call returned."""
     width = max(map(len, prompts))
     ids = torch.tensor([[speech.pad] * (width - len(row)) + row for row in prompts])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
     draws = temperature is not None and temperature > 0
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         **speech.rest.fields,
         # What stands first is where the decoder starts, a prompt too.
         "decoder_start_token_id": [row[0] for row in prompts],
@@ -238,9 +238,9 @@ def _call(
     return tokens, _scores_of(result) if scored else [], result
 
 
-def _processors(speech: Speech, begin: int) -> list[Any]:
-    """Those of the model, where its text begins after so many ids."""
-    found: list[Any] = []
+def _processors(speech: Speech, begin: int) -> list[object]:
+    """Return the processors of the model, whose text begins after so many ids."""
+    found: list[object] = []
     if speech.begin_suppressed:
         found.append(SuppressTokensAtBeginLogitsProcessor(speech.begin_suppressed, begin))
     if speech.suppressed:
@@ -256,7 +256,7 @@ def _processors(speech: Speech, begin: int) -> list[Any]:
 
 
 def _spoken(row: np.ndarray, speech: Speech) -> np.ndarray:
-    """(n,) a row's ids up to its end, without the padding after it."""
+    """Return (n,) a row's ids up to its end, without the padding after it."""
     ends = np.flatnonzero(np.isin(row, speech.ends))
     if len(ends):
         return row[: ends[0] + 1]
@@ -265,7 +265,7 @@ def _spoken(row: np.ndarray, speech: Speech) -> np.ndarray:
 
 
 def _scores_of(result: Any) -> list[list[Tensor]]:
-    """(B,) the scores (V,) of each step, those of the beam that it came from."""
+    """Return (B,) the scores (V,) of each step, those of the beam that it came from."""
     rows = len(result.sequences)
     paths = getattr(result, "beam_indices", None)
     if paths is None:

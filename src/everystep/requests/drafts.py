@@ -111,7 +111,7 @@ def draft_notices(effective: Effective, drafting: DraftSources) -> tuple[str, ..
 def drafts_of(
     model: Subject, options: Options, strategy: Strategy
 ) -> tuple[Drafter | None, DraftVerification]:
-    """Who drafts for the strategy, and how its drafts are judged.
+    """Return who drafts for the strategy, and how its drafts are judged.
 
     RequestError where several would, where the strategy cannot be drafted for, or where the
     vocabularies differ.
@@ -160,7 +160,7 @@ def drafts_of(
 
 
 def _copier(options: Options, schedule: Schedule) -> Drafter:
-    """What copies from the sequence itself, from a corpus, or from both."""
+    """Return a drafter that copies from the sequence itself, from a corpus, or from both."""
     e = options.effective
     size = e.max_matching_ngram_size
     own, others = None, e.num_drafts - 1
@@ -176,7 +176,7 @@ def _copier(options: Options, schedule: Schedule) -> Drafter:
 
 
 def _said(options: Options, assistant: Assistant | None, name: str) -> Any:
-    """What the caller says, or else the assistant's own configuration, or else the default."""
+    """Return the caller's value, or else that of the assistant's configuration, or the default."""
     own = None if assistant is None else getattr(assistant.settings, name, None)
     return options.effective[name] if name in options.effective.caller or own is None else own
 
@@ -184,7 +184,7 @@ def _said(options: Options, assistant: Assistant | None, name: str) -> Any:
 def _schedule(
     options: Options, assistant: Assistant | None, verification: DraftVerification
 ) -> Schedule:
-    """How long drafts are: what was asked for, or as long as they pay.
+    """Return how long drafts are: as was asked for, or as long as they pay.
 
     Draws without a seed, and drafts that are accepted by chance, depend on how long drafts are, so
     that these must not depend on a clock.
@@ -199,7 +199,7 @@ def _schedule(
 
 
 def _verification(options: Options, *, models: bool) -> DraftVerification:
-    """How drafts are judged. Without a seed, drafts of models are accepted as in transformers."""
+    """Return how drafts are judged: without a seed, those of models as in transformers."""
     e = options.effective
     asked = e.draft_verification
     if asked is None and models and options.seed is None:
@@ -210,7 +210,7 @@ def _verification(options: Options, *, models: bool) -> DraftVerification:
 
 
 def _require_fixed_choices(options: Options, verification: DraftVerification) -> None:
-    """Raises RequestError where what is chosen at a place depends on the draft that it follows, so
+    """Raise RequestError where what is chosen at a place depends on the draft that it follows, so
     that taking the draft that is right for longest would change the distribution."""
     e = options.effective
     wrong = None
@@ -240,7 +240,7 @@ def _early(model: Subject, layers: int) -> Assistant:
 
 
 def _refuse_search(name: str, e: Effective, strategy: Strategy) -> None:
-    """Raises RequestError: the strategy chooses among more than the tokens of one row."""
+    """Raise RequestError: the strategy chooses among more than the tokens of one row."""
     other = type(strategy).__name__
     if (e.num_beams or 1) > 1:
         other = "num_beams > 1"

@@ -25,7 +25,7 @@ from everystep.types import Prompt
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncoderSource:
-    """What stands on the encoder's side: B prompts to encode, or B states (S, E) that are done.
+    """The encoder's side of a call: B prompts to encode, or B states (S, E) that are done.
 
     `places`: (B,) where the states of each row stand in the rectangle that was passed, of `width`
     positions; empty until they are encoded where no ids are. `ids`: (B,) the rows of that
@@ -74,12 +74,12 @@ class Inputs:
 
     @property
     def batch(self) -> int:
-        """How many rows the call has."""
+        """The number of rows of the call."""
         return len(self.prompts)
 
     @property
     def pads(self) -> tuple[int, ...]:
-        """(B,) how many pad ids stand before each prompt in the rectangle of ids."""
+        """(B,) the number of pad ids before each prompt in the rectangle of ids."""
         return (0,) * self.batch if self.embeds_width else self.margins
 
     @property
@@ -89,7 +89,7 @@ class Inputs:
 
     @property
     def counted_width(self) -> int:
-        """What lengths count: positions, and ids beside them that are not theirs."""
+        """The length by which limits count: positions, and ids beside them that are not theirs."""
         return self.embeds_width + self.width
 
     @property

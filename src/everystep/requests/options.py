@@ -37,12 +37,12 @@ class Assistant:
 
     @property
     def most_positions(self) -> int | None:
-        """How many positions it has embeddings for; None where any number will do."""
+        """The number of positions that it has embeddings for; None where any number will do."""
         core = self.model if isinstance(self.model, ForeignModel) else self.model.core
         return cast(int | None, core.network.most_positions)
 
     def __call__(self) -> Executor:
-        """A fresh executor whose rows can be cut back."""
+        """Return a fresh executor whose rows can be cut back."""
         if isinstance(self.model, ForeignModel):
             return self.model.executor()
         executor: Executor = self.model.executor(frozenset({"truncate"}), layers=self.layers)
@@ -51,8 +51,8 @@ class Assistant:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Prefix:
-    """What a model holds of some positions; nothing changes it, so calls may share it in any order
-    and from several threads.
+    """The state of a model after some positions; nothing changes it, so calls may share it in any
+    order and from several threads.
 
     `prompt`: what was read; `past`: what a row holds of it; `core`: the weights that it was fed to;
     `adapters`: what was asked for beside them, as in a request.
@@ -64,7 +64,7 @@ class Prefix:
     adapters: tuple[tuple[str, float], ...] = ()
 
     def __len__(self) -> int:
-        """How many positions it holds."""
+        """Return the number of its positions."""
         return self.past.length
 
     def __repr__(self) -> str:
@@ -78,7 +78,7 @@ class Prefix:
 
     @property
     def nbytes(self) -> int:
-        """What its keys, values and states take."""
+        """The bytes of its keys, values and states."""
         parts = [part for layer in self.past.layers for part in layer]
         return sum(part.numel() * part.element_size() for part in parts)
 
@@ -105,7 +105,7 @@ class Ends:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Steering:
-    """What changes or watches the choice of tokens, the caller's own objects among it.
+    """Objects that change or watch the choice of tokens, those of the caller among them.
 
     `allowed`: the sets of `allowed_sequences`, one for all rows or one each. `grammar`: what the
     texts have to follow.
@@ -141,7 +141,7 @@ class Choosing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftSources:
-    """Who drafts beside what fields of the configuration name: a second model, or texts that are
+    """Sources of drafts that no field of the configuration names: a second model, or texts that are
     copied from."""
 
     assistant: Assistant | None = None
@@ -150,7 +150,7 @@ class DraftSources:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What is kept of a call because it was asked for: log-probabilities of so many tokens, of the
+    """Results that are kept where a call asks for them: log-probabilities of so many tokens, of the
     prompt's too, and the cache as tuples."""
 
     logprobs: int | None = None

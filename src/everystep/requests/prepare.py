@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 from warnings import warn
 
@@ -52,8 +51,8 @@ from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
 from everystep.strategies import BestOf, ConstrainedBeam
 from everystep.text import Spelling
-from everystep.types import Prompt, Request, Wants
-from everystep.types.protocols import MATCHING, Processor, Readout
+from everystep.types import DraftVerification, Prompt, Request, Wants
+from everystep.types.protocols import MATCHING, Processor
 from everystep.types.request import Drafter, Stop, Strategy
 
 Runs = Literal["continuous", "lockstep", "loop"]
@@ -103,41 +102,37 @@ def prepare(
     `runs`: whether the rows come and go ("continuous"), are one rectangle and take their steps
     together ("lockstep"), or a loop of the caller's decodes such a rectangle ("loop").
     """
-    fields, steering, prefix = options.effective, options.steering, options.prefix
-    ends, criteria = options.ends, steering.criteria
+    fields, ends, prefix = options.effective, options.ends, options.prefix
     if prefix is not None:
         require_fitting(prefix, subject, inputs, options)
         inputs = after_prefix(prefix, subject, inputs)
     if fields.token_healing:
         require_healable(inputs, options.tokenizer)
-    returned = bool(fields.return_dict_in_generate)
-    if returned and fields.output_attentions and inputs.source is not None:
+    if inputs.source is not None and fields.return_dict_in_generate and fields.output_attentions:
         require_unmasked(inputs.source)
-    new = _most_new(fields, inputs, subject.context, steering.allowed)
+    new = _most_new(fields, inputs, subject.context, options.steering.allowed)
     fields = _settled(fields, ends.pad, inputs, new, subject.context)
-    options = replace(options, effective=fields)
-    reach = inputs.width + new
-    if criteria is not None:
-        reach = max(reach, longest(criteria))
-    strategy = strategy_of(fields, options.choosing, len(ends.eos), reach - inputs.width)
+    options, most = replace(options, effective=fields), new
+    if options.steering.criteria is not None:
+        most = max(new, longest(options.steering.criteria) - inputs.width)
+    strategy = strategy_of(fields, options.choosing, len(ends.eos), most)
     if isinstance(strategy, ConstrainedBeam):
         require_known_words(strategy.constraints, subject.vocab_size)
-    hidden = strategy.reads.hidden and runs != "loop"
+    drafts: tuple[Drafter | None, DraftVerification] = (None, MATCHING)
+    by_field = fields.prompt_lookup_num_tokens or fields.assistant_early_exit
+    if by_field or options.drafting is not NO_DRAFTING:
+        drafts = drafts_of(subject, options, strategy)
+    _require_places(subject.core.network.most_positions, drafts[0], inputs, new)
+    hidden, drafted = strategy.reads.hidden and runs != "loop", drafts[0] is not None
     if prefix is not None and hidden:
         refuse_unseen_states()
-    drafter, verification = None, MATCHING
-    by_field = fields.prompt_lookup_num_tokens or fields.assistant_early_exit
-    if options.drafting is not NO_DRAFTING or by_field:
-        drafter, verification = drafts_of(subject, options, strategy)
-    _require_places(subject.core.network.most_positions, drafter, inputs, new)
-    drafts, how = drafter is not None, None
+    cache, how = past, None
     if past is None:
-        cache = _new_cache(subject, fields, inputs, runs, new, drafts=drafts)
+        cache = _new_cache(subject, fields, inputs, runs, new, drafts=drafted)
     else:
-        cache = past
         heals, known = bool(fields.token_healing), options.recording.prompt_logprobs is not None
         positions = inputs.total_width + new - 1
-        require_possible(past, positions, drafts=drafts, heals=heals, prompt_logprobs=known)
+        require_possible(past, positions, drafts=drafted, heals=heals, prompt_logprobs=known)
         inputs = continued(inputs, past, strategy.width, hidden=hidden)
     if past is not None or fields.cache_implementation is not None:
         how = row_quantization(fields, subject, past)
@@ -145,65 +140,85 @@ def prepare(
         inputs = placed(inputs, inputs.place, new)
     if past is not None or prefix is not None:
         require_begun(inputs.prompts)
-    stops = _stops(fields, ends.eos, options.tokenizer, criteria, inputs.width + new)
+    together, coded, fills = runs != "continuous", how is not None, cache is not None
+    require_rows_fit(subject, inputs, strategy.width, together=together, coded=coded)
+    rows = _requests(subject, options, inputs, runs, strategy, drafts, new, most, fills=fills)
+    shows = fields.output_hidden_states or fields.output_attentions
+    captures, kept = bool(fields.return_dict_in_generate and shows), kept_rows(strategy)
+    return Call(options, inputs, rows, runs, strategy, kept, captures, cache, how)
+
+
+def _requests(
+    subject: Subject,
+    options: Options,
+    inputs: Inputs,
+    runs: Runs,
+    strategy: Strategy,
+    drafts: tuple[Drafter | None, DraftVerification],
+    new: int,
+    most: int,
+    *,
+    fills: bool,
+) -> tuple[Request, ...]:
+    """Return the request of each row.
+
+    `new`: the new tokens that a row may get; `most`: those for which it has room, where criteria
+    allow more. `fills`: whether a cache object gets what the rows hold in the end.
+    """
+    fields, steering, ends = options.effective, options.steering, options.ends
+    drafter, verification = drafts
+    stops = _stops(fields, ends.eos, options.tokenizer, steering.criteria, inputs.width + new)
+    processors = _processors(subject, options, inputs, new, strategy)
     free = steering.grammar is not None and not steering.watches and strategy.reads.alone
     if free and runs != "loop" and forces(subject):
         drafter = ForcedTokens(drafter)
-    processors = _processors(subject, options, inputs, new, strategy)
-    # Rows of a rectangle stay until the last has ended where the result has them all, or where the
-    # caller's own code counts on them.
-    shown = returned and any(fields[name] for name in _OF_ROWS)
-    stay = cache is not None or shown or _counts_on_rows(processors, stops)
-    lingers, kept = runs == "lockstep" and stay, kept_rows(strategy)
-    alike = kept == strategy.width and (inputs.batch == 1 or drafter is None)
-    best_of = options.choosing.best_of
-    wants = _wants(fields, options.recording, best_of, inputs, cached=cache is not None)
+    # Rows of a rectangle stay until the last has ended where the result has them all, or where code
+    # of the caller's counts on them; ours looks at each row by itself, also what a caller has made.
+    own = (one for each in processors for one in each if isinstance(one, UserProcessor))
+    counted = not all(one.takes_rows for one in own) or any(isinstance(s, UserStop) for s in stops)
+    returned = bool(fields.return_dict_in_generate)
+    shown = fills or (returned and any(fields[name] for name in _OF_ROWS))
+    lingers = runs == "lockstep" and (counted or shown)
+    wants = _wants(fields, options.recording, options.choosing.best_of, inputs, cached=fills)
     # Criteria may read scores where all rows take the same steps and stay: drafts of several are
     # not accepted alike, and of candidates it is known a step later which row they came from.
-    if alike and lingers and criteria and returned and fields.output_scores:
+    alike = kept_rows(strategy) == strategy.width and (inputs.batch == 1 or drafter is None)
+    if lingers and alike and steering.criteria and returned and fields.output_scores:
         wants = replace(wants, history=True)
-    readout: Readout | None = None
-    companions: Sequence[tuple[Prompt, ...]] = ((),) * inputs.batch
-    contrast = options.choosing.contrast
+    contrast, readout, none = options.choosing.contrast, None, ((),) * inputs.batch
+    companions: Sequence[tuple[Prompt, ...]] = none
     if fields.guidance_scale is not None or fields.dola_layers or contrast is not None:
         readout, companions = readout_of(subject, fields, contrast, steering, inputs)
-    adapters: Sequence[tuple[tuple[str, float], ...]] = ((),) * inputs.batch
+    adapters: Sequence[tuple[tuple[str, float], ...]] = none
     if options.adapter_names is not None:
         adapters = adapters_of(options.adapter_names, inputs.batch)
-    together, fill = runs != "continuous", ends.fill
-    require_rows_fit(subject, inputs, strategy.width, together=together, coded=how is not None)
-    made = partial(
-        Request,
-        strategy=strategy,
-        stops=stops,
-        readout=readout,
-        drafter=drafter,
-        verification=verification,
-        wants=wants,
-        linger=lingers,
-        salt=options.salt,
-        hooks=steering.hooks,
-        deadline=options.deadline,
-        # A row that has ended is fed with it, so it must be a token.
-        pad_token=fill if 0 <= fill < subject.vocab_size else 0,
-    )
     draws, pads = draws_of(options.seed, inputs.number, inputs.batch), inputs.pads
-    requests = tuple(
-        made(
+    return tuple(
+        Request(
             request_id=str(inputs.number + row),
             prompt=prompt,
+            strategy=strategy,
             draws=draws[row],
             processors=processors[row],
+            stops=stops,
+            readout=readout,
             companions=companions[row],
-            max_length=reach - pads[row] + prompt.hidden,
+            drafter=drafter,
+            verification=verification,
+            wants=wants,
+            max_length=inputs.width + most - pads[row] + prompt.hidden,
             pad_prefix=pads[row],
+            # A row that has ended is fed with it, so it must be a token.
+            pad_token=ends.fill if 0 <= ends.fill < subject.vocab_size else 0,
             prefix_token=inputs.fills[row] if inputs.fills else None,
+            linger=lingers,
             adapters=adapters[row],
+            salt=options.salt,
+            hooks=steering.hooks,
+            deadline=options.deadline,
         )
         for row, prompt in enumerate(inputs.prompts)
     )
-    captures = returned and bool(fields.output_hidden_states or fields.output_attentions)
-    return Call(options, inputs, requests, runs, strategy, kept, captures, cache, how)
 
 
 def _new_cache(
@@ -215,13 +230,6 @@ def _new_cache(
         return None
     cache = new_cache(e, inputs, subject, inputs.total_width + new - 1, drafts=drafts)
     return cache if returned else None
-
-
-def _counts_on_rows(processors: Sequence[tuple[Processor, ...]], stops: Sequence[Stop]) -> bool:
-    """Return True where processors or criteria of the caller's need all rows of the rectangle; ours
-    look at each row by itself, also those that a caller has made."""
-    own = (one for each in processors for one in each if isinstance(one, UserProcessor))
-    return any(isinstance(one, UserStop) for one in stops) or not all(one.takes_rows for one in own)
 
 
 def _most_new(
@@ -490,17 +498,17 @@ def require_rows_fit(
 
 
 def row_bytes(model: Subject, length: int) -> int:
-    """Bytes of what a row of so many positions keeps in full precision."""
+    """Return the bytes that a row of so many positions keeps in full precision."""
     return int(getattr(torch, model.cache_dtype).itemsize * _of_row(model, length))
 
 
 def _of_row(model: Subject, length: int) -> int:
-    """How many numbers a row of so many positions keeps."""
+    """Count the numbers that a row of so many positions keeps."""
     return sum(_numbers(one, length) for layer in model.core.network.stores for one in layer)
 
 
 def _numbers(store: Store, length: int) -> int:
-    """How many numbers a store keeps of so many positions."""
+    """Count the numbers that a store keeps of so many positions."""
     if isinstance(store, State):
         return sum(map(math.prod, store.shapes))
     if isinstance(store, Full | Window):

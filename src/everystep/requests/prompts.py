@@ -29,11 +29,11 @@ from everystep.requests.subject import Subject
 class Tokenizing(Protocol):
     """A tokenizer at its least, for type checkers that shall tell it from None."""
 
-    def encode(self, *args: object, **kwargs: object) -> object:
+    def encode(self, *args: object, **kwargs: object) -> list[int]:
         """Return the ids of a text."""
         ...
 
-    def decode(self, *args: object, **kwargs: object) -> object:
+    def decode(self, *args: object, **kwargs: object) -> str:
         """Return the text of ids."""
         ...
 

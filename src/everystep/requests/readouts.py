@@ -145,12 +145,12 @@ def _over_layers(subject: Subject, asked: Any, mixing: Guidance | Contrast | Non
         raise RequestError("dola_layers names no layer to contrast", wanted=wanted, got=got, do=do)
     if strange:
         text = f"dola_layers: the model has no layers {strange} to contrast with; wanted {wanted}."
-        warn(f"{text} They are left out.", UserWarning, stacklevel=6)
+        warn(f"{text} They are left out.", UserWarning, stacklevel=7)
     return DoLa(layers, mixing)
 
 
 def _guided_away(inputs: Inputs, row: int, vocabulary: int) -> tuple[Prompt, ...]:
-    """What guidance reads beside a row: its negative prompt, or the last token of its prompt."""
+    """Return what guidance reads beside a row: its negative prompt, or its prompt's last token."""
     if inputs.negative:
         return (inputs.negative[row],)
     ids = inputs.prompts[row].ids

@@ -30,12 +30,7 @@ from everystep.requests.door import Arguments
 from everystep.requests.subject import Subject
 from everystep.speech.options import Speech, read_speech
 from everystep.speech.prefix import first_tokens
-from everystep.speech.segments import (
-    Segment,
-    mean_logprob,
-    segments_of,
-    without_second_stamp,
-)
+from everystep.speech.segments import Segment, mean_logprob, segments_of, without_second_stamp
 
 
 @dataclass

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,8 +30,6 @@ from everystep.types import Event, Group, Request
 
 if TYPE_CHECKING:
     from everystep.requests.keywords import PromptOptions
-
-T = TypeVar("T")
 
 _BUDGET = 1024
 _READ_ONCE = (
@@ -242,12 +241,12 @@ class Hands:
             self._driver.step()
         return self.sights.pop(id(group), None)
 
-    def explaining(self, act: Callable[[], T]) -> T:
-        """Return what `act` does, all of which counts as one step."""
-        outer = self._explaining
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Count all that this thread does inside as one step."""
+        outer, self._explaining = self._explaining, threading.get_ident()
         try:
-            self._explaining = threading.get_ident()
-            return act()
+            yield
         finally:
             self._explaining = outer
 

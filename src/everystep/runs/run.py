@@ -234,9 +234,8 @@ class Run:
                 raise RequestError("there is no such position", wanted=wanted, got=shown(position))
             position %= len(tokens)
             try:
-                return self._hands.explaining(
-                    lambda: self._explained(position, tokens, rivals, index)
-                )
+                with self._hands.explaining():
+                    return self._explained(position, tokens, rivals, index)
             finally:
                 self._hands.catch_up()
 

@@ -18,7 +18,7 @@ STRIDE = 2
 """Frames of features per state of the encoder, and per step of a timestamp."""
 
 
-class Segment(TypedDict):
+class SpeechSegment(TypedDict):
     """A stretch of speech between two timestamps.
 
     `start`, `end`: seconds. `tokens`: (n,) ids, timestamps among them. `result`: of its window.
@@ -32,7 +32,7 @@ class Segment(TypedDict):
 
 def segments_of(
     tokens: np.ndarray, first_stamp: int, seek: int, frames: int, result: object
-) -> tuple[list[Segment], int]:
+) -> tuple[list[SpeechSegment], int]:
     """Return the segments of a window's ids (n,), and how many frames on the next window begins.
 
     The window begins at frame `seek`, of which `frames` hold sounds. Two timestamps beside each
@@ -67,7 +67,7 @@ def segments_of(
 
 def _segment(
     offset: float, first: float, last: float, tokens: np.ndarray, result: object
-) -> Segment:
+) -> SpeechSegment:
     start, end = offset + first * SECONDS, offset + last * SECONDS
     return {"start": start, "end": end, "tokens": torch.from_numpy(tokens), "result": result}
 

@@ -30,12 +30,7 @@ from everystep.requests.door import Arguments
 from everystep.requests.subject import Subject
 from everystep.speech.options import Speech, read_speech
 from everystep.speech.prefix import first_tokens
-from everystep.speech.segments import (
-    Segment,
-    mean_logprob,
-    segments_of,
-    without_second_stamp,
-)
+from everystep.speech.segments import SpeechSegment, mean_logprob, segments_of, without_second_stamp
 
 
 @dataclass
@@ -53,7 +48,7 @@ class _Utterance:
     begins: list[int]
     follows: bool
     seek: int = 0
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[SpeechSegment] = field(default_factory=list)
 
 
 def transcribe(model: Subject, given: Arguments) -> object:

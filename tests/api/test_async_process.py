@@ -11,7 +11,7 @@ import pytest
 from tests.reading import ROOT
 
 BEGIN = """
-import asyncio, gc, os, sys
+import asyncio, gc, os, sys, threading
 import torch
 import everystep as es
 from everystep.api.model import LanguageModel
@@ -93,12 +93,41 @@ asyncio.run(main(unused))
 assert [one for one in used._desk._threads.values() if one.is_alive], "it ends with this process"
 """
 
+HELD = """
+begun, gate = threading.Event(), threading.Event()
+def slow(ids, scores):
+    if threading.current_thread() is not threading.main_thread():
+        begun.set()
+        gate.wait(60)
+    return scores
+PLAIN_STEPS = {{**SHORT, "logits_processor": [slow]}}
+events = es.stream(model, None, IDS, **PLAIN_STEPS)
+run = es.open(model, None, IDS, **PLAIN_STEPS)
+first, tokens_of_run = next(events).token, [token for _, token in zip(range(2), run)]
+for take in (lambda: next(events), lambda: next(iter(run))):
+    begun.clear()
+    threading.Thread(target=take, daemon=True).start()
+    assert begun.wait(60)
+child = os.fork()
+if child == 0:
+    assert [first, *[event.token for event in events]] == expected
+    dropped = es.stream(model, None, IDS, **SHORT)
+    assert [event.token for event in dropped] == expected
+    for step in run:
+        pass
+    assert list(run.tokens) == expected, run.tokens
+    sys.exit(0)
+found, code = os.waitpid(child, 0)
+assert code == 0, code
+gate.set()
+"""
+
 
 @pytest.mark.parametrize("executor", [pytest.param("native", marks=pytest.mark.native), "torch"])
 def test_engines_that_are_dropped_forked_and_running_let_their_process_end(executor: str) -> None:
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "2"}
-    script = BEGIN.format(executor=executor) + DROPPED + ENDS + FORKS
+    script = BEGIN.format(executor=executor) + DROPPED + ENDS + FORKS + HELD.format()
     done = subprocess.run(
         # From Python 3.12 on every fork of a process with threads is warned of.
         [sys.executable, "-W", "ignore:This process", "-c", script],

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from everystep.config import is_configuration
@@ -103,7 +103,7 @@ class Driver:
         self._returning: deque[Mailbox] = deque()
         self._serial = 0
         self.open_locks()
-        _DRIVERS.add(self)
+        reopen_after_fork(self)
 
     def open_locks(self) -> None:
         """Make the locks anew, as a forked child needs it; nobody waits."""
@@ -436,7 +436,6 @@ def _tell(box: Mailbox) -> None:
 
 # --- drivers that calls share ---------------------------------------------------------------------
 
-_DRIVERS: WeakSet[Driver] = WeakSet()
 _Drivers = WeakValueDictionary[Hashable, Driver]
 _OPEN: WeakKeyDictionary[Model, _Drivers] = WeakKeyDictionary()
 _OPENING = threading.Lock()
@@ -459,20 +458,6 @@ def shared_driver(model: Model, key: Hashable, opened: Callable[[], Engine]) -> 
         return found
 
 
-def _after_fork() -> None:
-    """Begin anew in a child, which has none of the threads that step in its parent, but may have
-    their locks."""
-    global _OPENING
-    _OPEN.clear()
-    _OPENING = threading.Lock()
-    for driver in list(_DRIVERS):
-        driver.open_locks()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
 def is_data(value: object) -> bool:
     """Return whether a value consists of numbers, texts and configurations, and so runs no code of
     the caller's, which expects to run in the caller's thread."""
@@ -481,3 +466,35 @@ def is_data(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(map(is_data, value))
     return value is None or isinstance(value, bool | int | float | str) or is_configuration(value)
+
+
+# --- forked children ------------------------------------------------------------------------------
+
+
+class Locking(Protocol):
+    """An object with locks, which nobody holds after `open_locks`."""
+
+    def open_locks(self) -> None:
+        """Make the locks anew."""
+        ...
+
+
+_LOCKING: WeakSet[Locking] = WeakSet()
+
+
+def reopen_after_fork(one: Locking) -> None:
+    """Let the object begin with open locks in a forked child, which has none of the threads that
+    step in its parent, but may have their locks."""
+    _LOCKING.add(one)
+
+
+def _after_fork() -> None:
+    global _OPENING
+    _OPEN.clear()
+    _OPENING = threading.Lock()
+    for one in list(_LOCKING):
+        one.open_locks()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -17,7 +17,7 @@ from everystep.config import FIELDS, META, GenerationConfig, is_configuration
 from everystep.config.kinds import POSITIVE
 from everystep.draws import seed_of
 from everystep.drivers.complete import completed
-from everystep.drivers.driver import Driver, Mailbox, is_data, shared_driver
+from everystep.drivers.driver import Driver, Mailbox, is_data, reopen_after_fork, shared_driver
 from everystep.drivers.generated import Reply
 from everystep.engine import Continuous, Engine, Reuse
 from everystep.errors import EverystepError, RequestError, shown
@@ -93,6 +93,11 @@ class Session:
         self._scheduler = scheduler
         self._shares = shares and scheduler is None and is_data((common, options))
         self._drivers: dict[frozenset[str], Driver] = {}
+        self.open_locks()
+        reopen_after_fork(self)
+
+    def open_locks(self) -> None:
+        """Make the lock anew, as a forked child needs it."""
         self._opening = threading.Lock()
 
     # --- what is asked for ------------------------------------------------------------------------

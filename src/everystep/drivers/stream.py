@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import chain, repeat
 from typing import Generic, TypeVar, cast
 
-from everystep.drivers.driver import Driver, Mailbox
+from everystep.drivers.driver import Driver, Mailbox, reopen_after_fork
 from everystep.drivers.generated import Generated
 from everystep.drivers.session import Session
 from everystep.requests.prompts import PromptLike
@@ -40,7 +40,8 @@ class Stream(Generic[E]):
         self._session = session
         self._wording = Wording(session.tokenizer)
         self._beam_events = beam_events
-        self._lock = threading.RLock()
+        self.open_locks()
+        reopen_after_fork(self)
         self._closed = False
         self._reported: deque[Event] = deque()  # by the engine, without text
         self._events: deque[Event | BeamEvent] = deque()
@@ -59,6 +60,10 @@ class Stream(Generic[E]):
             self._inside.append(inside)
             if (trim := session.reply(index).trim(request)) is not None:
                 self._wording.trim(request.request_id, *trim)
+
+    def open_locks(self) -> None:
+        """Make the lock anew, as a forked child needs it."""
+        self._lock = threading.RLock()
 
     def __repr__(self) -> str:
         live = sum(bool(group.live) for group in self.groups)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from everystep.cache.formats import Quantization
-from everystep.drivers.driver import Driver, Mailbox
+from everystep.drivers.driver import Driver, Mailbox, reopen_after_fork
 from everystep.drivers.session import Session
 from everystep.engine import Beginning, Engine, Known, Turns
 from everystep.engine.choices import StepRecord
@@ -167,7 +167,8 @@ class Hands:
     def __init__(self, model: Subject, call: Call) -> None:
         (request,) = call.requests
         self.sights: dict[int, Sight] = {}
-        self.lock = threading.RLock()
+        self.open_locks()
+        reopen_after_fork(self)
         self.quantization = call.quantization
         self._turns = Turns(max(_BUDGET, 2 * request.strategy.width))
         executor = model.executor(request.needs, call.quantization)
@@ -177,6 +178,10 @@ class Hands:
         self._names = 0
         self._explaining: int | None = None  # the thread that does
         self._later: deque[Callable[[], None]] = deque()
+
+    def open_locks(self) -> None:
+        """Make the lock anew, as a forked child needs it."""
+        self.lock = threading.RLock()
 
     def _observe(self, record: StepRecord) -> None:
         """Take the record of a step, in which one group alone took part."""

@@ -77,8 +77,8 @@ def read_ids(given: object, name: str, *, empty: bool = False) -> np.ndarray:
 
 
 def require_known(ids: np.ndarray, vocabulary: int | None, name: str) -> None:
-    """Refuse an id outside the vocabulary; without one, an id below 0 alone, as where something else
-    is read in place of the ids."""
+    """Refuse an id outside the vocabulary; without one, an id below 0 alone, as where something
+    else is read in place of the ids."""
     if not ids.size:
         return
     low, high = int(ids.min()), int(ids.max())

@@ -46,14 +46,15 @@ from everystep.types import InputSpec, Prompt
 class Passed:
     """The parts of B rows of L positions that a call passed, each checked by itself.
 
-    `ids`: (B, T), of any T beside `embeds` (B, L, E). `real`: (B, L) bool, `square`: (B, 1 or H, L,
-    L) bool or None. `positions`: (..., B or 1, L) or None. `named`: what the model declares.
-    `wholes`: (B,) what each prompt is given as a whole, () for nothing. `place`: what finds the
-    positions of such a prompt.
+    `ids`: (B, T), of any T beside `embeds` (B, L, E); `aligned`: every position has one. `real`:
+    (B, L) bool, `square`: (B, 1 or H, L, L) bool or None. `positions`: (..., B or 1, L) or None.
+    `named`: what the model declares. `wholes`: (B,) what each prompt is given as a whole, () for
+    nothing. `place`: what finds the positions of such a prompt.
     """
 
     shape: tuple[int, int]
     ids: np.ndarray | None
+    aligned: bool
     embeds: Tensor | None
     real: np.ndarray
     square: Tensor | None
@@ -61,11 +62,6 @@ class Passed:
     named: Mapping[str, tuple[InputSpec, Tensor]] = field(default_factory=dict)
     wholes: Sequence[Mapping[str, Tensor]] = ()
     place: Callable[[Prompt], Prompt] | None = None
-
-    @property
-    def aligned(self) -> bool:
-        """True where every position has an id."""
-        return self.ids is not None and self.ids.shape == self.shape
 
     def prompt(self, row: int, first: int, last: int) -> Prompt:
         """Return the positions [first, last) of a row."""
@@ -129,7 +125,7 @@ def read_passed(subject: Subject, given: PromptValues, ends: Ends, name: str) ->
         places = read_positions(positions, rows, length)
         if places.dim() == 3 and len(places) == 4 and vision_of(subject) is not None:
             places = places[1:]  # before them the places in the row, as transformers has it
-    passed = Passed((rows, length), ids, embeds, real, square, places)
+    passed = Passed((rows, length), ids, aligned, embeds, real, square, places)
     return _with_named(subject, given, passed) if given.named else passed
 
 

@@ -14,14 +14,17 @@ from everystep.executors.choice import encoder_of
 from everystep.nn.network import Heard
 from everystep.requests.features import with_features
 from everystep.requests.inputs import EncoderSource
-from everystep.requests.pictures import with_pictures
+from everystep.requests.pictures import Seen, with_pictures
 from everystep.requests.prepare import Call, prepare
 from everystep.requests.subject import Subject
 
 
-def completed(model: Subject, call: Call) -> Call:
+def completed(model: Subject, call: Call, seen: Seen | None = None) -> Call:
     """Return the call with what has to be computed before its requests can run: tokens that heal
-    its prompts, and what an encoder makes of them."""
+    its prompts, and what an encoder makes of them.
+
+    `seen`: pictures that other calls have brought, None for none.
+    """
     if call.options.effective.token_healing:
         inputs = healed(model, call.inputs, call.options)
         call = prepare(model, call.options, inputs, runs=call.runs)
@@ -31,7 +34,7 @@ def completed(model: Subject, call: Call) -> Call:
         if declared := model.prompt_inputs:
             requests = with_features(declared, requests, values, model.width)
         if any(pictures):
-            requests = with_pictures(model, requests, pictures)
+            requests = with_pictures(model, requests, pictures, seen or Seen())
         return call if requests is call.requests else replace(call, requests=requests)
     heard = tuple(Heard() for _ in source.prompts) if call.captures else ()
     states = encoder_states(model, source, heard)

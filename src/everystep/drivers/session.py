@@ -28,6 +28,7 @@ from everystep.requests.caches import row_quantization
 from everystep.requests.door import KEYWORDS, NOTHING_BESIDE, PromptValues, sort
 from everystep.requests.inputs import Inputs
 from everystep.requests.options import NO_RECORDING, Options, read_seeds
+from everystep.requests.pictures import Seen
 from everystep.requests.prepare import Call, prepare, require_unfilled
 from everystep.requests.prompts import PromptLike, TokenizerLike, read_prompt
 from everystep.requests.reading import read_options, require_output_object
@@ -93,12 +94,14 @@ class Session:
         self._scheduler = scheduler
         self._shares = shares and scheduler is None and is_data((common, options))
         self._drivers: dict[frozenset[str], Driver] = {}
+        self._seen = Seen()
         self.open_locks()
         reopen_after_fork(self)
 
     def open_locks(self) -> None:
-        """Make the lock anew, as a forked child needs it."""
+        """Make the locks anew, as a forked child needs it."""
         self._opening = threading.Lock()
+        self._seen.open_locks()
 
     # --- what is asked for ------------------------------------------------------------------------
 
@@ -205,7 +208,8 @@ class Session:
         before = 0 if options.prefix is None else len(options.prefix)
         require_unfilled(before + inputs.prompt_width, self._model.context)
         with inference_mode():
-            return completed(self._model, prepare(self._model, options, inputs))
+            call = prepare(self._model, options, inputs)
+            return completed(self._model, call, self._seen)
 
     def _seed_for(self, index: int, *, alone: bool) -> int | tuple[int, ...]:
         """Return where the draws of a prompt come from that brings no seed."""

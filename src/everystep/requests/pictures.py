@@ -8,8 +8,12 @@ time, and what it makes is kept with the request by absolute position (decision 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +21,7 @@ from torch import Tensor
 
 from everystep.cache.containers import Cache, own_half
 from everystep.errors import RequestError
-from everystep.models import Model
+from everystep.models import Model, learning_weights
 from everystep.models.vision.places import (
     AXES,
     IMAGE,
@@ -315,29 +319,93 @@ def _read_pixels(spec: VisionSpec, name: str, given: object, most: int) -> Tenso
 # --- what is read ---------------------------------------------------------------------------------
 
 
+Features = tuple[Tensor, Tensor | None]
+"""(n, E) of a picture, and those for the first layers, where they take any."""
+
+
+class Seen:
+    """The pictures that a tower has encoded: each content once, whoever brings it.
+
+    Several threads may ask at once; who brings what another encodes waits for it. The least lately
+    asked for go where all take more than `most` bytes.
+    """
+
+    def __init__(self, most: int = 2**28) -> None:
+        self._most = most
+        self.open_locks()
+
+    def open_locks(self) -> None:
+        """Begin anew, as a forked child needs it."""
+        self._lock = threading.Lock()
+        self._found: OrderedDict[Hashable, Future[Features]] = OrderedDict()
+
+    def features(self, content: Hashable, encode: Callable[[], Features]) -> Features:
+        """Return what `encode` made of this content, now or before; its own error if it fails."""
+        while True:
+            with self._lock:
+                known = self._found.get(content)
+                if known is None:
+                    mine = self._found[content] = Future()
+                    break
+                self._found.move_to_end(content)
+            if known.exception() is None:
+                return known.result()
+        try:
+            mine.set_result(encode())
+        except BaseException as error:
+            with self._lock:
+                self._found.pop(content, None)
+            mine.set_exception(error)
+            raise
+        with self._lock:
+            self._drop()
+        return mine.result()
+
+    def _drop(self) -> None:
+        """Let the oldest go until the others fit."""
+        sizes = {
+            content: sum(part.nbytes for part in one.result() if part is not None)
+            for content, one in self._found.items()
+            if one.done() and one.exception() is None
+        }
+        total = sum(sizes.values())
+        for content, size in sizes.items():
+            if total <= self._most:
+                return
+            del self._found[content]
+            total -= size
+
+
 def with_pictures(
-    model: Subject, requests: Sequence[Request], pictures: Sequence[Pictures]
+    model: Subject, requests: Sequence[Request], pictures: Sequence[Pictures], seen: Seen
 ) -> tuple[Request, ...]:
     """Return the requests, whose prompts hold the features of their pictures."""
     prompts = [request.prompt for request in requests]
-    pairs = zip(requests, features_of(model, prompts, pictures), strict=True)
+    pairs = zip(requests, features_of(model, prompts, pictures, seen), strict=True)
     return tuple(replace(one, prompt=injected_with(one.prompt, own)) for one, own in pairs)
 
 
 def features_of(
-    model: Subject, prompts: Sequence[Prompt], pictures: Sequence[Pictures]
+    model: Subject, prompts: Sequence[Prompt], pictures: Sequence[Pictures], seen: Seen
 ) -> list[list[Injected]]:
-    """Return per prompt the features of its pictures, where they stand; each content is encoded
-    once."""
-    core, known = model.core, dict[bytes, tuple[Tensor, Tensor | None]]()
-    found = list[list[Injected]]()
+    """Return per prompt the features of its pictures, where they stand."""
+    core, found = model.core, list[list[Injected]]()
+    changes = _changes(core) if isinstance(core, Model) and any(pictures) else 0
     for prompt, own in zip(prompts, pictures, strict=True):
         found.append([])
         for one in own:
             if one.pixels is None or not isinstance(core, Model) or core.tower is None:
                 continue
-            key = digest_of(one.pixels, str(one.extent.grid))
-            if key not in known:
-                known[key] = core.tower.encode(one.pixels, one.extent.grid)
-            found[-1].append(Injected(prompt.length + one.places, *known[key]))
+            content = core.tower, changes, digest_of(one.pixels, str(one.extent.grid))
+            encode = partial(core.tower.encode, one.pixels, one.extent.grid)
+            features = seen.features(content, encode)
+            found[-1].append(Injected(prompt.length + one.places, *features))
     return found
+
+
+def _changes(core: Model) -> int:
+    """Count how often weights were changed in place, as far as torch counts it."""
+    if not core.learns:
+        return 0
+    weights = (weight for _, weight in learning_weights(core))
+    return sum(weight._version for weight in weights if not weight.is_inference())

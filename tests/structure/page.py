@@ -90,13 +90,13 @@ def of_files(files: Files) -> list[Figure]:
         Figure("circles of imports", [" -> ".join(one) for one in all_circles(files)], 0),
         Figure("files of the biggest room", _biggest(rooms), 20),
         Figure("places that drive `Engine.step`", drivers_of_step(files), 1),
-        Figure("signatures with an untyped bag", untyped_bags(rooms), 3, most=12),
-        Figure("`Any` in the five rooms", uses_of_any(rooms), 120, most=213),
+        Figure("signatures with an untyped bag", untyped_bags(rooms), 3),
+        Figure("`Any` in the five rooms", uses_of_any(rooms), 120),
         Figure(
             "lines of the five rooms",
             [f"{path}: {count}" for path, count in lines.items()],
             10_500,
-            most=13_400,
+            most=13_300,
             grain=100,
             count=sum(lines.values()),
         ),
@@ -113,17 +113,17 @@ def of_call(traced: Mapping[str, Sequence[str]]) -> list[Figure]:
     files, of_all = _files_of(before), len(_files_of(entered))
     return [
         Figure(
-            "functions before `Engine.submit`", before, 100, most=124, note=f" of {len(entered)}"
+            "functions before `Engine.submit`", before, 100, most=119, note=f" of {len(entered)}"
         ),
         Figure("files of these", files, 30, most=42, note=f" of {of_all}"),
-        _carriers("`max_new_tokens`", traced["length"], 30, most=37),
-        _carriers("a logits processor", traced["processor"], 35, most=48),
-        _carriers("a hook", traced["hook"], 50, most=73),
+        _carriers("`max_new_tokens`", traced["length"], 30),
+        _carriers("a logits processor", traced["processor"], 35),
+        _carriers("a hook", traced["hook"], 50, most=62),
         Figure("types made by a greedy call", traced["types"], 50, most=61),
     ]
 
 
-def _carriers(what: str, found: Sequence[str], bound: int, *, most: int) -> Figure:
+def _carriers(what: str, found: Sequence[str], bound: int, *, most: int | None = None) -> Figure:
     """Return the figure of the functions that carry something."""
     note = f" in {len(_files_of(found))} files"
     return Figure(f"functions that carry {what}", found, bound, most=most, note=note)

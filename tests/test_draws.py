@@ -21,7 +21,7 @@ from everystep.draws import (
 )
 from everystep.errors import RequestError
 from everystep.types import Prompt, Request, Scores, Sequence
-from everystep.types.places import Places
+from everystep.types.draw_places import Places
 from everystep.types.request import places_of
 
 STREAMS = ("choice", "accept", "residual", "draft", "xtc")

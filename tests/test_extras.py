@@ -16,7 +16,7 @@ from everystep.bridge.reference import Reference
 from everystep.cli import machine
 from everystep.errors import MissingExtraError
 from everystep.files.hub import DEFAULT_ACCESS, HubId, fetch_file
-from everystep.files.pictures import require_pillow
+from everystep.files.picture_files import require_pillow
 from everystep.processors.grammars.vocabulary import library
 from everystep.text.sentencepiece_model import read_pieces as read_piece_file
 from tests.reading import ROOT

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from everystep.api.auto import AutoModelForSeq2SeqLM as AutoModelForSeq2SeqLM
     from everystep.api.auto import AutoTokenizer as AutoTokenizer
     from everystep.api.chat import chat as chat
+    from everystep.api.layout_prompt import layout_prompt as layout_prompt
     from everystep.api.load import load as load
     from everystep.api.load import load_model as load_model
     from everystep.api.many import generate as generate
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from everystep.api.model import wrap as wrap
     from everystep.api.open import open as open
     from everystep.api.open import resume as resume
-    from everystep.api.pages import layout_prompt as layout_prompt
     from everystep.api.prefill import prefill as prefill
     from everystep.api.quantize import quantize as quantize
     from everystep.api.score import Score as Score

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from everystep.errors import RequestError, shown
 from everystep.types import Scores
-from everystep.types.places import Places
+from everystep.types.draw_places import Places
 
 _STREAMS = {"choice": 1, "accept": 2, "residual": 3, "draft": 4, "xtc": 5, "fork": 6, "prompt": 7}
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

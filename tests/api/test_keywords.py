@@ -17,7 +17,7 @@ import everystep as es
 from everystep.api.load import LoadOptions
 from everystep.config import FIELDS, META
 from everystep.config.attributes import FieldAttributes
-from everystep.config.options import ConfigOptions, StoredOptions
+from everystep.config.config_fields import ConfigOptions, StoredOptions
 from everystep.requests import keywords
 from everystep.requests.door import KEYWORDS, Keyword, listed, lists_options
 from everystep.testing.models import tiny_document, tiny_llama

@@ -21,7 +21,7 @@ from transformers.models.layoutlmv3.image_processing_pil_layoutlmv3 import (
 
 import everystep as es
 from everystep.errors import FormatError, RequestError, UnsupportedError
-from everystep.files import pictures
+from everystep.files import picture_files
 from everystep.models.layout.pages import pixels_of, read_page
 from everystep.models.layout.spec import read_layout
 from everystep.testing.models import tiny_document, tiny_llama
@@ -279,12 +279,12 @@ def test_pictures_that_cannot_be_are_refused(
     if "million" in name:
         monkeypatch.setattr(Image.Image, "convert", lambda *_: pytest.fail("it was decoded"))
     with pytest.raises(FormatError, match=said):
-        pictures.read_picture(tmp_path / "page")
+        picture_files.read_picture(tmp_path / "page")
 
 
 def test_what_is_no_path_is_no_picture() -> None:
     with pytest.raises(RequestError, match=r"this is no picture; .* got ndarray"):
-        pictures.read_picture(np.zeros((3, 4)))  # type: ignore[arg-type]
+        picture_files.read_picture(np.zeros((3, 4)))  # type: ignore[arg-type]
 
 
 def test_pictures_of_other_modes_are_read(tmp_path: Path) -> None:
@@ -292,11 +292,11 @@ def test_pictures_of_other_modes_are_read(tmp_path: Path) -> None:
     for mode, name in (("RGB", "a.bmp"), ("L", "a.png"), ("P", "b.png"), ("1", "a.tiff")):
         expected = page.convert(mode)
         expected.save(tmp_path / name)
-        found = pictures.read_picture(tmp_path / name)
+        found = picture_files.read_picture(tmp_path / name)
         assert found.mode == "RGB"
         assert np.array_equal(np.asarray(found), np.asarray(expected.convert("RGB"))), name
     page.save(tmp_path / "a.webp", lossless=True)
-    found = pictures.read_picture(tmp_path / "a.webp")
+    found = picture_files.read_picture(tmp_path / "a.webp")
     assert np.array_equal(np.asarray(found), np.asarray(page))
 
 
@@ -316,4 +316,4 @@ def test_what_is_missing_is_named(model: es.LanguageModel, monkeypatch: Any) -> 
         es.layout_prompt(model, tokenizer, QUESTION, lines=lines, image=page, system="Hm.")
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
     with pytest.raises(UnsupportedError, match=re.escape("pip install 'everystep[vision]'")):
-        pictures.read_picture("page.png")
+        picture_files.read_picture("page.png")

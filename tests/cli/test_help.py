@@ -12,8 +12,8 @@ from rich.cells import cell_len
 
 from everystep import __version__
 from everystep.cli.app import app
+from everystep.cli.command_options import OPTIONS, keyword_of
 from everystep.cli.completion import SCRIPTS
-from everystep.cli.options import OPTIONS, keyword_of
 from everystep.config.named_strategies import NAMED
 from everystep.requests.door import KEYWORDS
 from tests.cli.running import Caller, everystep, run

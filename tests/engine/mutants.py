@@ -18,7 +18,7 @@ from everystep.engine.choices import Choices
 from everystep.strategies import single
 from everystep.types import Children, Extra, Group, Hooked, Sequence, TokenTable
 from everystep.types import request as nouns
-from everystep.types.places import Places
+from everystep.types.draw_places import Places
 from everystep.types.request import Batch
 from tests.judges.mutants import Mutant
 from tests.judges.mutants import mutant as registering

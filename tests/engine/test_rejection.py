@@ -19,7 +19,7 @@ from everystep.strategies import Greedy, Sample
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor
 from everystep.types import DraftVerification, Prompt, Request
-from everystep.types.places import Draws
+from everystep.types.draw_places import Draws
 from everystep.types.request import Drafter
 from tests.judges.dice import EMBED_DIM
 from tests.judges.drive import Drive

@@ -38,7 +38,7 @@ from everystep.engine.prefixes import Prefixes
 from everystep.processors import pipeline
 from everystep.testing.strict import Row
 from everystep.types import Prompt, Request, Rows, Scores, Sequence
-from everystep.types.places import Places
+from everystep.types.draw_places import Places
 
 Place = tuple[ModuleType | type, str]
 Mutant = Callable[[], AbstractContextManager[None]]

@@ -23,8 +23,8 @@ from everystep.types import (
     Sequence,
     TokenTable,
 )
+from everystep.types.draw_places import Places
 from everystep.types.hooks import UNCHANGED
-from everystep.types.places import Places
 from everystep.types.request import Candidates
 from tests.judges.hash_reading import keys_of, logits, logits_after, masked, states_of
 from tests.judges.textbook_dola import dola

@@ -11,7 +11,7 @@ import torch
 
 from everystep.engine.apply import copied, rewind_memory
 from everystep.processors.base import LogitsProcessor, bare_rows
-from everystep.processors.memory import NGrams, Occurrences
+from everystep.processors.remembered import NGrams, Occurrences
 from everystep.processors.repetition import (
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,

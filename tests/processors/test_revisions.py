@@ -14,7 +14,7 @@ from transformers.generation import logits_process as reference
 
 import everystep as es
 from everystep.processors.edits import stretches
-from everystep.processors.memory import Occurrences
+from everystep.processors.remembered import Occurrences
 
 TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 PENALTIES = (1.0, 1.2, 0.7, 2, 1e-38, 3e38, 1e-45)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from everystep.bridge.caches import foreign_cache, is_foreign, own_cache
+from everystep.bridge.cache_objects import foreign_cache, is_foreign, own_cache
 from everystep.bridge.executor import ForeignExecutor
 from everystep.bridge.findings import Findings
 from everystep.bridge.foreign import Foreign

@@ -11,13 +11,13 @@ import typer
 from everystep._version import __version__
 from everystep.cli.bench import bench
 from everystep.cli.chat import chat
+from everystep.cli.command_options import Offline
 from everystep.cli.completion import completion
 from everystep.cli.doctor import doctor
 from everystep.cli.failures import exit_code_of
 from everystep.cli.generate import generate
 from everystep.cli.info import info
 from everystep.cli.models import models, pull, quantize
-from everystep.cli.options import Offline
 from everystep.cli.perplexity import perplexity
 from everystep.cli.terminal import require_streams, tolerate_narrow_encodings, write_line
 from everystep.cli.verify import verify

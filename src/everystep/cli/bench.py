@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from everystep._version import __version__
-from everystep.cli import options as o
+from everystep.cli import command_options as o
 from everystep.cli.loading import load, working
 from everystep.cli.machine import threads, version_of
 from everystep.cli.models import AsJson

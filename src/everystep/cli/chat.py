@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
+from everystep.cli import command_options as o
 from everystep.cli import lines
-from everystep.cli import options as o
 from everystep.cli.chat_settings import SETTINGS
 from everystep.cli.conversation import USUAL_LENGTH, Conversation
 from everystep.cli.loading import load
-from everystep.cli.prompts import require_template
+from everystep.cli.questions import require_template
 from everystep.cli.slash import obey
 from everystep.cli.terminal import is_terminal, note
 from everystep.cli.user_input import Interrupts, read_prompt

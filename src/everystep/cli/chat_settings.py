@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from everystep.cli.command_options import judged, keyword_of, kind_of
 from everystep.cli.conversation import USUAL_LENGTH, Conversation
-from everystep.cli.options import judged, keyword_of, kind_of
 from everystep.errors import RequestError, nearest, shown
 
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
+from everystep.cli.command_options import CacheDtype, Dtype, Rounding
 from everystep.cli.models import WrittenFormat
-from everystep.cli.options import CacheDtype, Dtype, Rounding
 from everystep.cli.terminal import write_line
 from everystep.config.named_strategies import NAMED
 from everystep.files.hub import cached_repositories

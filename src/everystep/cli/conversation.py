@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import everystep as es
-from everystep.cli.options import judged
-from everystep.cli.prompts import Message, system_message
+from everystep.cli.command_options import judged
+from everystep.cli.questions import Message, system_message
 from everystep.cli.terminal import AnswerText, note, write_line
 from everystep.cli.user_input import Interrupts
 from everystep.errors import CapacityError, RequestError

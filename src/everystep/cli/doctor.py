@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from everystep.cli import options as o
+from everystep.cli import command_options as o
 from everystep.cli.loading import fetch, working
 from everystep.cli.models import AsJson
 from everystep.cli.terminal import is_terminal, write_item, write_report, write_table

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 
 import everystep as es
-from everystep.cli import options as o
+from everystep.cli import command_options as o
 from everystep.cli.loading import load
-from everystep.cli.pages import Lines, Page, Reasoning, asked_page
-from everystep.cli.prompts import CommandPrompt
+from everystep.cli.page_questions import Lines, Page, Reasoning, asked_page
+from everystep.cli.questions import CommandPrompt
 from everystep.cli.runs import Resume, Save, Trace, WatchedRun, refuse_prompt, resumed
 from everystep.cli.shown_answers import (
     about_answers,

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import typer
 from rich import filesize
 
+from everystep.cli.command_options import Offline
 from everystep.cli.loading import Watched, fetch
-from everystep.cli.options import Offline
 from everystep.cli.terminal import is_terminal, note, write_line, write_report, write_table
 from everystep.cli.user_input import read_text
 from everystep.files.sources import DEFAULT_MODEL, cached_models, remove_model

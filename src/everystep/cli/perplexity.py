@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import everystep as es
-from everystep.cli import options as o
+from everystep.cli import command_options as o
 from everystep.cli.loading import load
 from everystep.cli.models import AsJson
 from everystep.cli.terminal import is_terminal, write_report, write_table

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from everystep.cli.chat_settings import change, shown_settings
 from everystep.cli.conversation import Conversation
-from everystep.cli.prompts import Message
+from everystep.cli.questions import Message
 from everystep.cli.user_input import Interrupts
 from everystep.errors import FormatError, RequestError, nearest
 from everystep.files.atomic import write_atomic

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import everystep as es
-from everystep.cli import options as o
+from everystep.cli import command_options as o
 from everystep.cli.loading import fetch
 from everystep.cli.models import AsJson
 from everystep.cli.terminal import note, write_report, write_table

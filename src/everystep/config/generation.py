@@ -16,6 +16,7 @@ from typing import Any, Literal, Unpack, overload
 from warnings import warn
 
 from everystep.config.attributes import FieldAttributes
+from everystep.config.config_fields import StoredOptions
 from everystep.config.fields import (
     CALL_ONLY,
     FIELDS,
@@ -25,7 +26,6 @@ from everystep.config.fields import (
     unknown_name,
 )
 from everystep.config.kinds import NAMED
-from everystep.config.options import StoredOptions
 from everystep.config.rules import EXTRA_OUTPUTS, judge, refuse_impossible
 from everystep.errors import (
     FormatError,

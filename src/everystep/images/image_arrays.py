@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from everystep.errors import FormatError, RequestError
-from everystep.files.pictures import MOST_PIXELS, read_picture, require_pillow
+from everystep.files.picture_files import MOST_PIXELS, read_picture, require_pillow
 
 
 def read_image(given: Any) -> np.ndarray:

@@ -31,7 +31,7 @@ from everystep.config.kinds import (
 )
 from everystep.processors.base import Editing, Overwriting, remembers
 from everystep.processors.edits import Edit, Stretch, alike, banned, revised, stretches
-from everystep.processors.memory import NGrams, Occurrences, remembered
+from everystep.processors.remembered import NGrams, Occurrences, remembered
 from everystep.processors.stacking import Argument, Counts, Numbers
 from everystep.types import Rows
 

@@ -12,7 +12,7 @@ from typing import Literal, TypedDict
 import numpy as np
 from torch import Tensor
 
-from everystep.config.options import ConfigOptions, FieldOptions
+from everystep.config.config_fields import ConfigOptions, FieldOptions
 from everystep.engine import Corpus
 from everystep.processors.allowed import AllowedSequences
 from everystep.requests.options import Prefix

@@ -17,8 +17,8 @@ from everystep.processors.allowed import AllowedSequences
 from everystep.processors.grammars.mask import GrammarMask
 from everystep.strategies import BestOf
 from everystep.types import Past, Prompt
+from everystep.types.draw_places import Draws
 from everystep.types.hooks import Hook
-from everystep.types.places import Draws
 from everystep.types.request import Strategy
 
 

@@ -28,9 +28,9 @@ from everystep.processors.length import (
 )
 from everystep.requests.door import Arguments
 from everystep.requests.subject import Subject
-from everystep.speech.options import Speech, read_speech
 from everystep.speech.prefix import first_tokens
 from everystep.speech.segments import SpeechSegment, mean_logprob, segments_of, without_second_stamp
+from everystep.speech.transcription_options import Speech, read_speech
 
 
 @dataclass

@@ -72,7 +72,7 @@ from typing import Literal, TypedDict
 import numpy as np
 from torch import Tensor
 
-from everystep.config.options import ConfigOptions, FieldOptions
+from everystep.config.config_fields import ConfigOptions, FieldOptions
 from everystep.engine import Corpus
 from everystep.processors.allowed import AllowedSequences
 from everystep.requests.options import Prefix
@@ -91,7 +91,7 @@ Row = tuple[str, str, str]
 def files() -> dict[Path, str]:
     """Return what each of the files is to hold."""
     texts = {
-        "config/options.py": _OPTIONS + _option_classes(),
+        "config/config_fields.py": _OPTIONS + _option_classes(),
         "config/attributes.py": _ATTRIBUTES + _attributes(),
         "requests/keywords.py": _KEYWORDS + _keyword_classes(),
     }

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from everystep.types.columns import COLUMNS as COLUMNS
 from everystep.types.columns import Columns as Columns
+from everystep.types.draw_places import Draws as Draws
+from everystep.types.draw_places import Places as Places
 from everystep.types.ends import Event as Event
 from everystep.types.ends import Finished as Finished
 from everystep.types.ends import FinishKind as FinishKind
@@ -32,8 +34,6 @@ from everystep.types.hooks import Hook as Hook
 from everystep.types.hooks import Hooked as Hooked
 from everystep.types.hooks import Next as Next
 from everystep.types.hooks import PromptMoment as PromptMoment
-from everystep.types.places import Draws as Draws
-from everystep.types.places import Places as Places
 from everystep.types.protocols import Draft as Draft
 from everystep.types.protocols import DraftVerification as DraftVerification
 from everystep.types.protocols import Processor as Processor

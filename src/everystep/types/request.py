@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from everystep.types.columns import Columns
+from everystep.types.draw_places import Draws, Places
 from everystep.types.ends import Finished, FinishReason, Prompt, values_of
 from everystep.types.hooks import Hook
-from everystep.types.places import Draws, Places
 from everystep.types.protocols import (
     MATCHING,
     Draft,

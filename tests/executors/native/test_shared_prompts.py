@@ -9,7 +9,7 @@ import torch
 
 from everystep.executors import choice
 from everystep.executors.native import NativeExecutor
-from everystep.executors.native.pages import PAGE
+from everystep.executors.native.page_tables import PAGE
 from everystep.testing.models import tiny_llama
 
 pytestmark = pytest.mark.native

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from everystep.errors import InvariantError
-from everystep.executors.native.pages import PagedRows
+from everystep.executors.native.page_tables import PagedRows
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from everystep.executors.native import library
 from everystep.executors.native.library import GivenEmbeds, StepWork, check
-from everystep.executors.native.pages import PAGE
+from everystep.executors.native.page_tables import PAGE
 from everystep.executors.native.program import open_runner, program_of
 from everystep.executors.process import in_process, pause_torch_threads
 from everystep.models import Model

@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from everystep.executors.native.decoders import decoder_weights, ropes_of
+from everystep.executors.native.encoder_and_decoder import crossing_weights, encoder_weights
 from everystep.executors.native.library import StackWeights, check, status
 from everystep.executors.native.packing import ACTIVATIONS, NORMS, Packing
 from everystep.executors.native.recurrent import recurrent_weights
-from everystep.executors.native.stacks import crossing_weights, encoder_weights
 from everystep.models import Model, refuse_copies
 from everystep.models.decoder import Decoder
 from everystep.models.encoder_decoders.network import EncoderDecoder

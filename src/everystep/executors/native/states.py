@@ -15,7 +15,7 @@ import numpy as np
 
 from everystep.cache.states import cut_marks, kept_steps
 from everystep.errors import InvariantError
-from everystep.executors.native.pages import PagePool
+from everystep.executors.native.page_tables import PagePool
 
 
 class StatePage(NamedTuple):

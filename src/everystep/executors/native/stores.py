@@ -11,7 +11,7 @@ from torch import Tensor
 
 from everystep.cache.pasts import kv_of, past_of, states_of, states_past
 from everystep.executors.native.library import StackWeights, StepWork
-from everystep.executors.native.pages import PagedRows
+from everystep.executors.native.page_tables import PagedRows
 from everystep.executors.native.states import StateRows
 from everystep.types import Past, Work
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from everystep.models.config import Fields
 from everystep.models.decoders.decoder_families import gated_decoder
-from everystep.models.decoders.pictures import (
+from everystep.models.decoders.picture_decoders import (
     TOWER_NAMES,
     block_numbers,
     mrope_of,

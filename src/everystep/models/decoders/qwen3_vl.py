@@ -12,7 +12,7 @@ from everystep.errors import UnsupportedError
 from everystep.models.config import Fields
 from everystep.models.decoders.decoder_families import gated_decoder
 from everystep.models.decoders.mixtures import experts_of, sparse_layers
-from everystep.models.decoders.pictures import (
+from everystep.models.decoders.picture_decoders import (
     TOWER_NAMES,
     block_numbers,
     mrope_of,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError, UnsupportedError, shown
-from everystep.files.pictures import PictureLike, read_picture
+from everystep.files.picture_files import PictureLike, read_picture
 from everystep.models.layout.embedders import PatchEncoder
 from everystep.models.layout.pages import LinesLike, pixels_of, read_page
 from everystep.models.layout.spec import LayoutSpec

@@ -34,7 +34,7 @@ def asked_page(
     if page is None or lines is None:
         there, missing = ("--page", "--lines") if lines is None else ("--lines", "--page")
         raise typer.BadParameter(f"{there} was given without {missing}; give both of them")
-    from everystep.files.pictures import read_picture
+    from everystep.files.picture_files import read_picture
     from everystep.models.layout.pages import read_page  # imports torch, as no other command needs
 
     said = {} if system is None else {"system": system}

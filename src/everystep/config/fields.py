@@ -1,8 +1,8 @@
 """The fields of a generation configuration: name, kind, meaning, and the default that holds; and
 which way of generating their values ask for.
 
-The one place that says any of it: `scripts/keywords` writes `config_fields.py` and `attributes.py`, which
-editors and type checkers read, from this table, and help() and the reference are made of it.
+The one place that says any of it: `scripts/keywords` writes `config_fields.py` and `attributes.py`,
+which editors and type checkers read, from this table; help() and the reference are made of it too.
 
 Every field of a configuration starts as None, "not said". `default` holds where nothing says
 anything; the names, meanings and defaults are those of transformers 5.23.0.

@@ -197,7 +197,7 @@ _NAMES = {
     "drivers.stream": "Stream",
     "api.model": "LanguageModel wrap",
     "requests.features": "PromptInput",
-    "api.pages": "layout_prompt",
+    "api.layout_prompt": "layout_prompt",
     "api.prefill": "prefill",
     "requests.options": "Prefix",
     "api.quantize": "quantize",

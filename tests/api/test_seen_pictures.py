@@ -109,6 +109,21 @@ def test_who_brings_what_another_encodes_waits_and_a_failure_is_its_own() -> Non
     assert found[0][0].tolist() == [[5.0] * 4] * 2
 
 
+def test_an_interrupt_leaves_nothing_that_others_would_wait_for() -> None:
+    """It comes when the content has been claimed, and before anything is encoded."""
+    seen = Seen()
+    claimed = Seen._claimed
+
+    def interrupted(self: Seen, content: Any, mine: Any) -> Any:
+        claimed(self, content, mine)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Seen, "_claimed", interrupted)
+        seen.features("a", lambda: features(1))
+    assert seen.features("a", lambda: features(3))[0].shape == (3, 4)
+
+
 def test_the_least_lately_asked_for_go() -> None:
     seen = Seen(most=3 * 16)  # three positions of four numbers
     made: list[str] = []

@@ -20,7 +20,6 @@ from everystep.requests.arrays import read_ids, read_mask, require_known
 from everystep.requests.caches import require_cache, require_room
 from everystep.requests.pictures import (
     PictureRow,
-    Seen,
     features_of,
     picture_names,
     read_pictures,
@@ -252,7 +251,7 @@ def see_pictures(
         ]
         positions = torch.stack(each, dim=1)
     embeds = model.core.network.embed(seen.ids.to(model.device))
-    found = features_of(model, prompts, pictures, Seen())
+    found = features_of(model, prompts, pictures)
     return SeenInputs(None, positions, *_injected(embeds, found))
 
 

@@ -186,7 +186,7 @@ class LanguageModel(Subject):
 
     def to(
         self,
-        device: torch.device | str | torch.dtype | None = None,
+        device: torch.device | str | int | torch.dtype | None = None,
         dtype: torch.dtype | None = None,
     ) -> LanguageModel:
         """Return the model itself, from now on with weights on the device and of the type.

@@ -17,7 +17,7 @@ from everystep.nn.modes import inference_mode
 from everystep.requests.door import KEYWORDS, Arguments, Objects, lists_options, sort
 from everystep.requests.features import Rows, with_features
 from everystep.requests.options import Prefix, adapters_of
-from everystep.requests.pictures import Pictures, Seen, with_pictures
+from everystep.requests.pictures import Pictures, with_pictures
 from everystep.requests.prefixes import after_prefix, require_fitting, require_whole
 from everystep.requests.prompts import PromptLike, TokenizerLike, read_prompt
 from everystep.requests.reading import read_options
@@ -124,7 +124,7 @@ def _held(
         adapters=adapters,
     )
     requests = with_features(model.prompt_inputs, (request,), values, model.width)
-    (request,) = with_pictures(model, requests, pictures, Seen()) if any(pictures) else requests
+    (request,) = with_pictures(model, requests, pictures) if any(pictures) else requests
     engine = Engine(model.executor(request.needs), Lockstep(_CHUNK))
     (group,) = finished(Driver(engine), (request,))
     (past,) = group.pasts

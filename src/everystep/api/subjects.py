@@ -88,7 +88,7 @@ class Holder(Subject, Protocol):
         """Leave training mode, if there is one."""
 
     @abstractmethod
-    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+    def to(self, device: torch.device | str | int | None, dtype: torch.dtype | None) -> None:
         """Move the weights to the device and convert them to the type; None: as they are."""
 
     @abstractmethod
@@ -207,7 +207,7 @@ class OwnSubject(Holder):
     def eval(self) -> None:
         """Do nothing: there is no training mode."""
 
-    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+    def to(self, device: torch.device | str | int | None, dtype: torch.dtype | None) -> None:
         place = self.device if device is None else usable_device(device)
         if dtype is not None or place != self.device:
             in_panels = partial(holds_panels, self._executor_name)
@@ -335,12 +335,9 @@ class WrappedSubject(Holder):
     def eval(self) -> None:
         self._module.eval()
 
-    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        if device is not None:
-            self._module.to(device=device)
-        if dtype is not None:
-            self._module.to(dtype=dtype)
-        self._core = ForeignModel(self._module)
+    def to(self, device: torch.device | str | int | None, dtype: torch.dtype | None) -> None:
+        wanted: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._module.to(**{name: one for name, one in wanted.items() if one is not None})
 
     def load_adapter(self, name: str, folder: Folder) -> None:
         self._of_peft().load_adapter(folder, adapter_name=name)

@@ -34,7 +34,7 @@ def completed(model: Subject, call: Call, seen: Seen | None = None) -> Call:
         if declared := model.prompt_inputs:
             requests = with_features(declared, requests, values, model.width)
         if any(pictures):
-            requests = with_pictures(model, requests, pictures, seen or Seen())
+            requests = with_pictures(model, requests, pictures, seen)
         return call if requests is call.requests else replace(call, requests=requests)
     heard = tuple(Heard() for _ in source.prompts) if call.captures else ()
     states = encoder_states(model, source, heard)

@@ -341,25 +341,29 @@ class Seen:
 
     def features(self, content: Hashable, encode: Callable[[], Features]) -> Features:
         """Return what `encode` made of this content, now or before; its own error if it fails."""
-        while True:
-            with self._lock:
-                known = self._found.get(content)
-                if known is None:
-                    mine = self._found[content] = Future()
-                    break
-                self._found.move_to_end(content)
-            if known.exception() is None:
-                return known.result()
-        try:
+        mine: Future[Features] = Future()
+        try:  # an interrupt leaves nothing behind that others would wait for
+            while (known := self._claimed(content, mine)) is not mine:
+                if known.exception() is None:
+                    return known.result()
             mine.set_result(encode())
         except BaseException as error:
             with self._lock:
-                self._found.pop(content, None)
-            mine.set_exception(error)
+                if self._found.get(content) is mine:
+                    del self._found[content]
+            if not mine.done():
+                mine.set_exception(error)
             raise
         with self._lock:
             self._drop()
         return mine.result()
+
+    def _claimed(self, content: Hashable, mine: Future[Features]) -> Future[Features]:
+        """Return who encodes this content: another who came before, or the one that asks now."""
+        with self._lock:
+            known = self._found.setdefault(content, mine)
+            self._found.move_to_end(content)
+            return known
 
     def _drop(self) -> None:
         """Let the oldest go until the others fit."""
@@ -377,18 +381,28 @@ class Seen:
 
 
 def with_pictures(
-    model: Subject, requests: Sequence[Request], pictures: Sequence[Pictures], seen: Seen
+    model: Subject,
+    requests: Sequence[Request],
+    pictures: Sequence[Pictures],
+    seen: Seen | None = None,
 ) -> tuple[Request, ...]:
-    """Return the requests, whose prompts hold the features of their pictures."""
+    """Return the requests, whose prompts hold the features of their pictures.
+
+    `seen`: pictures that other calls have brought, None for none.
+    """
     prompts = [request.prompt for request in requests]
     pairs = zip(requests, features_of(model, prompts, pictures, seen), strict=True)
     return tuple(replace(one, prompt=injected_with(one.prompt, own)) for one, own in pairs)
 
 
 def features_of(
-    model: Subject, prompts: Sequence[Prompt], pictures: Sequence[Pictures], seen: Seen
+    model: Subject,
+    prompts: Sequence[Prompt],
+    pictures: Sequence[Pictures],
+    seen: Seen | None = None,
 ) -> list[list[Injected]]:
     """Return per prompt the features of its pictures, where they stand."""
+    seen = seen or Seen()
     core, found = model.core, list[list[Injected]]()
     changes = _changes(core) if isinstance(core, Model) and any(pictures) else 0
     for prompt, own in zip(prompts, pictures, strict=True):

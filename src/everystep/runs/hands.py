@@ -249,8 +249,9 @@ class Hands:
     @contextmanager
     def explaining(self) -> Iterator[None]:
         """Count all that this thread does inside as one step."""
-        outer, self._explaining = self._explaining, threading.get_ident()
+        outer = self._explaining
         try:
+            self._explaining = threading.get_ident()
             yield
         finally:
             self._explaining = outer

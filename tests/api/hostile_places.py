@@ -43,6 +43,11 @@ def generate(ids: Any = IDS, **options: Any) -> Any:
     return MODEL.generate(ids, **{**QUIET, **options})
 
 
+def moved_and_back(device: Any) -> None:
+    """Where there is an accelerator, some of the values name it."""
+    MODEL.to(device).to("cpu")
+
+
 def run() -> es.Run:
     made = es.open(MODEL, TOKENIZER, "a", max_new_tokens=4)
     next(made)
@@ -134,7 +139,7 @@ CALLS: dict[str, Place] = {
         )
     },
     "model(inputs_embeds=)": lambda v: MODEL(inputs_embeds=v),
-    "model.to": lambda v: None if v is None or isinstance(v, torch.dtype) else MODEL.to(v),
+    "model.to": lambda v: None if v is None or isinstance(v, torch.dtype) else moved_and_back(v),
     "model.load_adapter": lambda v: MODEL.load_adapter("a", v),
     "model.load_adapter as": lambda v: MODEL.load_adapter(v, "nowhere"),
     "model.delete_adapter": MODEL.delete_adapter,

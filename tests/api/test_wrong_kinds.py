@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -45,6 +46,9 @@ WRONG: dict[str, Wrong] = {
                                   ["several rows", "model.generate(**"]),
     "an encoding as ids": (MODEL.generate, (ENCODED,), {}, ["BatchEncoding", "**"]),
     "a dict as ids": (MODEL.generate, ({"input_ids": [[5]]},), {}, ["dict", "**"]),
+    "objects as what is not wanted": (MODEL.generate, (torch.ones(1, 2).long(),),
+                                      {"guidance_scale": 2.0, "negative_prompt_ids":
+                                       np.array([[object(), 1]])}, ["negative_prompt_ids"]),
     "bytes as the prompt": (generate, (MODEL, TOKENIZER, b"x"), {}, ["no known kind", "bytes"]),
     "a number as the prompt": (stream, (MODEL, TOKENIZER, 7), {}, ["no known kind", "int"]),
     "flags as the prompt": (generate, (MODEL, None, [True, False]), {}, ["integers"]),

@@ -88,7 +88,8 @@ def read_call(model: Subject, given: Arguments) -> tuple[Options, Inputs, Cache 
     inputs = read_inputs(model, prompt, options.ends, options.prefix, held)
     if seen is not None:
         inputs = with_seen(inputs, seen)
-    if (prompt.negative_prompt_ids, prompt.negative_prompt_attention_mask) != (None, None):
+    negative = prompt.negative_prompt_ids, prompt.negative_prompt_attention_mask
+    if any(one is not None for one in negative):
         scale = options.effective.guidance_scale
         inputs = with_negative(model, prompt, inputs, options.ends, scale)
     return options, inputs, past

@@ -34,6 +34,11 @@ T = TypeVar("T")
 NEVER = -1.0e9  # the score of a hypothesis that there is not
 
 
+def is_found(score: float) -> bool:
+    """Not a copy of the hypothesis that opens a search, nor after a token that may not follow."""
+    return not score <= NEVER / 2
+
+
 @dataclass(frozen=True)
 class Hypothesis:
     """One sequence of a result: its generated ids, its score (0 without scores), how it ended."""

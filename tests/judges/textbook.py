@@ -23,7 +23,7 @@ from everystep.types import (
     Request,
     Scores,
 )
-from tests.judges.prefix import NEVER
+from tests.judges.prefix import NEVER, is_found
 from tests.judges.prefix import Hypothesis as Hypothesis
 from tests.judges.prefix import Prefix as Prefix
 from tests.judges.textbook_beams import banked_beams
@@ -148,6 +148,8 @@ def beam_search(prefix: Prefix, strategy: Beam) -> list[Hypothesis]:
         if not _advance(prefix, strategy, search):
             return [Hypothesis(tuple(tokens), -torch.inf, "error") for tokens in before]
     finished = [slot for slot in search.bank if slot is not None]
+    power = strategy.length_penalty
+    finished = [one for one in finished if is_found(one.score * len(one.tokens) ** power)]
     missing = Hypothesis((), NEVER, "length")
     return (finished + [missing] * strategy.returns)[: strategy.returns]
 

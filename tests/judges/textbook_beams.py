@@ -13,7 +13,7 @@ import torch
 from everystep.strategies.classic import BankedBeams
 from everystep.strategies.constrained import ConstrainedBeam
 from everystep.strategies.constraint_list import ConstraintListState
-from tests.judges.prefix import NEVER, Hypothesis, Prefix
+from tests.judges.prefix import NEVER, Hypothesis, Prefix, is_found
 
 
 @dataclass
@@ -59,7 +59,9 @@ def banked_beams(prefix: Prefix, strategy: BankedBeams) -> list[Hypothesis]:
             for tokens, score in whole:
                 reason = prefix.reason(tokens) or "length"
                 _finish(strategy, search, tokens, score, reason, len(tokens))
+    power = strategy.length_penalty
     every = [one for search in searches for one in search.finished]
+    every = [one for one in every if is_found(one.score * len(one.tokens) ** power)]
     ranked = sorted(enumerate(every), key=lambda pair: (pair[1].score, pair[0]), reverse=True)
     missing = [Hypothesis((), NEVER, "length")] * strategy.returns
     return ([one for _, one in ranked] + missing)[: strategy.returns]
@@ -92,6 +94,12 @@ def _step(prefix: Prefix, strategy: BankedBeams, search: Running, chosen: list[i
     search.beams, search.scores = [pair[0] for pair in going], [pair[1] for pair in going]
     search.best = best.values[0].item()
     search.over = _settled(strategy, search, search.best, length)
+    if not cut and not search.over and not any(is_found(score) for score in search.scores):
+        search.over = True  # nothing goes on
+        for tokens, score in beyond:
+            if not _fulfilled(prefix, strategy, tokens):
+                reason = str(prefix.reason(tokens))
+                _finish(strategy, search, tokens, score - NEVER, reason, length)
     return cut
 
 
@@ -123,7 +131,8 @@ def _from_banks(
         for token in () if state.completed else state.advance() or ():
             tokens = [*beam, token]
             limits = prefix.reason(tokens) in (None, "length", "time")
-            if limits and tokens not in [known for known, _ in offers]:
+            known = tokens in [known for known, _ in offers]
+            if limits and not known and is_found(row[token]):
                 offers.append((tokens, row[token]))
     if len(offers) == len(going):
         return going

@@ -17,11 +17,12 @@ from torch import Tensor
 
 import everystep as es
 from everystep.engine import DoLa, Guidance
+from everystep.processors.grammars.mask import GrammarMask
 from everystep.stops.ends import MaxLength
 from everystep.types import Prompt, Request, Rows
 from tests.judges.textbook import Hypothesis, Prefix, told
 from tests.matrix.rows import Row
-from tests.matrix.subjects import Subject
+from tests.matrix.subjects import VOCABULARY, Subject
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class ModelPrefix(Prefix):
         request = self.request
         mixed, readout = self.logits(tokens), request.readout
         if isinstance(readout, DoLa):
-            mixed, readout = self._contrasted(mixed, tokens, readout.layers), readout.then
+            may = self._may_follow(tokens)
+            mixed, readout = self._contrasted(mixed, tokens, readout.layers, may), readout.then
         if isinstance(readout, Guidance):
             other = self._out(request.companions[0], tokens, 0.0).logits[0, -1].float()
             other = other.log_softmax(-1)
@@ -47,14 +49,27 @@ class ModelPrefix(Prefix):
         if request.strategy.reads.scores == "log_probs":
             mixed = mixed.log_softmax(-1)
         for processor in request.processors:
-            sequence, table = self._written(tokens)
-            beside = None if chosen is None else np.array([chosen])
-            rows = Rows(table, [sequence], np.array([sequence.visible]), beside)
-            mixed = processor(rows, mixed[None])[0]
+            mixed = processor(self._rows(tokens, chosen), mixed[None])[0]
         return mixed
 
-    def _contrasted(self, last: Tensor, tokens: list[int], layers: tuple[int, ...]) -> Tensor:
-        """(V,) logits contrasted with the layer that differs most from the last one."""
+    def _rows(self, tokens: list[int], chosen: list[int] | None) -> Rows:
+        sequence, table = self._written(tokens)
+        beside = None if chosen is None else np.array([chosen])
+        return Rows(table, [sequence], np.array([sequence.visible]), beside)
+
+    def _may_follow(self, tokens: list[int]) -> Tensor:
+        """(V,) bool: what no grammar rules out."""
+        free = torch.zeros(1, VOCABULARY)
+        for processor in self.request.processors:
+            if isinstance(processor, GrammarMask):
+                free = processor(self._rows(tokens, None), free)
+        return free[0] == 0
+
+    def _contrasted(
+        self, last: Tensor, tokens: list[int], layers: tuple[int, ...], may: Tensor
+    ) -> Tensor:
+        """(V,) logits contrasted with the layer that differs most from the last one, among the
+        likely ones of those that may follow."""
         states = self._out(self.request.prompt, tokens, self.shift).hidden_states
         weights = self.model.state_dict()
         tied = next(name for name in weights if "embed" in name)
@@ -68,7 +83,7 @@ class ModelPrefix(Prefix):
 
         contrast = last.log_softmax(-1) - max(early, key=apart).log_softmax(-1)
         p = last.softmax(-1)
-        return contrast.masked_fill(p < 0.1 * p.max(), -torch.inf)
+        return contrast.masked_fill(p < 0.1 * p[may].max(), -torch.inf)
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """(V,) raw logits of what may follow the tokens."""

@@ -19,7 +19,7 @@ from everystep.executors.native import NativeExecutor
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.nn.network import State, Window
 from tests.matrix.book import book, prefix_of, require_equal, require_same
-from tests.matrix.rows import Row
+from tests.matrix.rows import REFUSED, Row
 from tests.matrix.subjects import PLAIN, RECURRENT, SEED, SINGLE, WINDOWED, plain
 
 
@@ -47,6 +47,19 @@ def grammar(row: Row, folder: Path) -> None:
     require_same(found, book(PLAIN, row, **more))
     for one in (*found, *plain(row)):
         assert bool(re.fullmatch(EXPRESSION, one.text)) == (one in found)
+    _tight(row)
+
+
+def _tight(row: Row) -> None:
+    """Where a grammar has two texts, or a set two sequences, these are what is found."""
+    several = row.most if (row.name, "num_return_sequences") not in REFUSED else 1
+    for texts in (["yes it is"], ["ab", "no"]):
+        asked = {"max_new_tokens": 16, "num_return_sequences": several, "pad_token_id": 0}
+        found = PLAIN.say(row, choices=texts, **asked)
+        assert found and {one.text for one in found} <= {*texts}
+        assert all(one.finish_reason.kind == "stop" for one in found)
+        found = PLAIN.say(row, allowed_sequences=texts, **asked)
+        assert found and {one.text for one in found} <= {*texts}
 
 
 def processors(row: Row, folder: Path) -> None:

@@ -6,6 +6,7 @@ layer knows neither models nor the rows in which the engine keeps keys and value
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from everystep.cache.formats import Codes, Quantization
 from everystep.errors import RequestError, UnsupportedError
+from everystep.memory import require_memory
 
 ALL_ABILITIES = frozenset({"grow", "fork", "truncate"})
 Change = Callable[[Tensor], Tensor]
@@ -201,7 +203,10 @@ class StaticLayer(CacheLayer):
 
     def _room(self, like: Tensor) -> Tensor:
         batch, heads, _, dim = like.shape
-        return like.new_zeros(batch, heads, self.max_cache_len, dim)
+        shape = (batch, heads, self.max_cache_len, dim)
+        what, do = f"a static cache of {shape}", "Make it with a smaller max_cache_len"
+        require_memory(2 * math.prod(shape) * like.itemsize, what, do, like.device)
+        return like.new_zeros(shape)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refuse: positions of a static cache are never taken back."""

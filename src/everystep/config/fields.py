@@ -16,7 +16,19 @@ from enum import StrEnum
 from typing import Any
 
 from everystep.config import kinds
-from everystep.config.kinds import COUNT, FLAG, NUMBER, POSITIVE, SIZE, TOKENS, Kind, one_of, plain
+from everystep.config.kinds import (
+    COUNT,
+    FLAG,
+    NUMBER,
+    POSITIONS,
+    POSITIVE,
+    ROWS,
+    SIZE,
+    TOKENS,
+    Kind,
+    one_of,
+    plain,
+)
 from everystep.config.nested import (
     CompileConfig,
     SynthIDTextWatermarkingConfig,
@@ -97,8 +109,8 @@ class Field:
 
 _ALL = (
     # How long.
-    Field("max_length", SIZE, "Ids in the whole sequence, prompt included, at most.", 20),
-    Field("max_new_tokens", SIZE, "Generated ids at most; goes before max_length."),
+    Field("max_length", POSITIONS, "Ids in the whole sequence, prompt included, at most.", 20),
+    Field("max_new_tokens", POSITIONS, "Generated ids at most; goes before max_length."),
     Field("min_length", COUNT, "Ids in the whole sequence before it may end.", 0),
     Field("min_new_tokens", COUNT, "Generated ids before the sequence may end."),
     Field("early_stopping", one_of(True, False, "never"), "When beams stop searching.", False),
@@ -106,14 +118,14 @@ _ALL = (
     Field("stop_strings", kinds.TEXTS, "Texts that end a sequence; needs the tokenizer."),
     # How tokens are chosen.
     Field("do_sample", FLAG, "Whether tokens are drawn, not only ranked.", False),
-    Field("num_beams", SIZE, "Hypotheses that are followed per prompt.", 1),
+    Field("num_beams", ROWS, "Hypotheses that are followed per prompt.", 1),
     Field("use_mtp", FLAG, "Draft with the model's own multi-token heads."),
-    Field("num_return_sequences", SIZE, "Sequences returned per prompt.", 1),
+    Field("num_return_sequences", ROWS, "Sequences returned per prompt.", 1),
     Field(
         "penalty_alpha", kinds.NOT_NEGATIVE, "Contrastive search: weight of the repetition term."
     ),
     Field("dola_layers", kinds.LAYERS, "DoLa: which layers the last one is contrasted with."),
-    Field("num_beam_groups", SIZE, "Diverse beams: groups that beams are divided into.", 1),
+    Field("num_beam_groups", ROWS, "Diverse beams: groups that beams are divided into.", 1),
     Field("diversity_penalty", NUMBER, "Diverse beams: cost of another group's token.", 0.0),
     Field("constraints", kinds.OBJECTS, "Constrained beams: Constraint objects to fulfil."),
     Field("force_words_ids", kinds.FORCED_WORDS, "Constrained beams: words that must occur."),
@@ -123,7 +135,7 @@ _ALL = (
     Field("use_cache", FLAG, "Keep keys and values instead of computing them anew.", True),
     Field("cache_implementation", one_of(*CACHES, *OLD_CACHES), "How keys and values are kept."),
     Field("cache_config", kinds.MAPPING, "Settings of the cache."),
-    Field("max_cache_len", SIZE, "Positions that a static cache has room for."),
+    Field("max_cache_len", POSITIONS, "Positions that a static cache has room for."),
     Field("prefill_chunk_size", SIZE, "Prompt positions fed at once at most."),
     # What becomes of the scores.
     Field(
@@ -187,17 +199,17 @@ _ALL = (
     Field("decoder_start_token_id", TOKENS, "Encoder-decoder: the first id, or one per row."),
     # How tokens are drafted.
     Field("is_assistant", FLAG, "The model drafts for another."),
-    Field("num_assistant_tokens", SIZE, "Tokens drafted at once.", 20),
+    Field("num_assistant_tokens", POSITIONS, "Tokens drafted at once.", 20),
     Field("num_assistant_tokens_schedule", _SCHEDULE, "How that number adapts.", "constant"),
     Field("assistant_confidence_threshold", kinds.FRACTION, "Drafting stops below this.", 0.4),
-    Field("prompt_lookup_num_tokens", SIZE, "Tokens drafted by copying from the prompt."),
+    Field("prompt_lookup_num_tokens", POSITIONS, "Tokens drafted by copying from the prompt."),
     Field("max_matching_ngram_size", SIZE, "Longest n-gram looked up for copying."),
     Field("assistant_early_exit", SIZE, "Draft with the first so many layers."),
     Field("assistant_lookbehind", SIZE, "Other tokenizer: assistant ids re-encoded.", 10),
     Field("target_lookbehind", SIZE, "Other tokenizer: own ids re-encoded.", 10),
     Field("assistant_ensemble_weight", kinds.BETWEEN_0_AND_1, "Verify against a mixture; lossy."),
     Field("draft_verification", one_of("matching", "rejection"), "How drafts are judged."),
-    Field("num_drafts", SIZE, "Drafts of a sequence that are verified together, a tree.", 1),
+    Field("num_drafts", ROWS, "Drafts of a sequence that are verified together, a tree.", 1),
     Field("speculation_type", one_of("dflash"), "Kind of drafting model."),
     # How it is computed.
     Field("compile_config", _COMPILATION, "How forwards are compiled."),

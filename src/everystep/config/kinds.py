@@ -136,8 +136,20 @@ def one_of(*names: Any) -> Kind:
     )
 
 
+def up_to(most: int) -> Kind:
+    """Return the kind of whole numbers from 1 to `most`."""
+    wanted = f"an integer from 1 to {most}"
+    return Kind(wanted, lambda v: is_integer(v) and 1 <= v <= most, type="int")
+
+
+MOST_ROWS = 1 << 16
+"""Rows of one prompt, and results of one, at most."""
+MOST_POSITIONS = (1 << 31) - 1
+"""Positions of a row at most."""
 COUNT = integer(0)
 SIZE = integer(1)
+ROWS = up_to(MOST_ROWS)
+POSITIONS = up_to(MOST_POSITIONS)
 FLAG = Kind("True or False", lambda value: isinstance(value, bool), type="bool")
 NUMBER = number("a number", lambda _: True)
 POSITIVE = number("a number above 0", lambda value: value > 0)

@@ -14,6 +14,7 @@ from everystep.requests.prompts import TokenizerLike
 from everystep.requests.reading import cut_by_default
 from everystep.shown import cut, table
 from everystep.stops.strings import StopStrings
+from everystep.strategies.beams import NOTHING
 from everystep.text import Trimmer
 from everystep.types import Finished, FinishReason, Group, Request
 
@@ -86,11 +87,15 @@ class Reply:
     tokenizer: TokenizerLike | None
 
     def generated(self, group: Group) -> list[Generated]:
-        """Return the results of a group that has ended."""
+        """Return the results of a group that has ended.
+
+        Where a search came to fewer than it was asked for, return those: one at least.
+        """
         if (error := group.error) is not None:
             done = next(one for one in group.done if one.reason.kind == "error")
             return [self.failed(error, done.tokens, group.request.prompt.length)]
-        return self.of(group, results_of(group))
+        first, *others = results_of(group)
+        return self.of(group, [first, *(one for one in others if one is not NOTHING)])
 
     def of(self, group: Group, finished: Iterable[Finished]) -> list[Generated]:
         """Return these hypotheses of a group."""

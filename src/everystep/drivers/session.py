@@ -209,6 +209,9 @@ class Session:
         require_unfilled(before + inputs.prompt_width, self._model.context)
         with inference_mode():
             call = prepare(self._model, options, inputs)
+            for notice in call.options.effective.notices:
+                if notice not in options.effective.notices:
+                    warnings.warn(notice, stacklevel=4)
             return completed(self._model, call, self._seen)
 
     def _seed_for(self, index: int, *, alone: bool) -> int | tuple[int, ...]:

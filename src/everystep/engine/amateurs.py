@@ -39,10 +39,17 @@ class Contrast:
     alpha: float = 0.1
     beta: float = 1.0
     layers: ClassVar[tuple[int, ...]] = ()
+    narrows: ClassVar[bool] = True
 
-    def mix(self, logits: Tensor, companions: list[Tensor], early: Tensor | None = None) -> Tensor:
+    def mix(
+        self,
+        logits: Tensor,
+        companions: list[Tensor],
+        early: Tensor | None = None,
+        allowed: Tensor | None = None,
+    ) -> Tensor:
         """(R, V) logits of the sequences and of the amateur -> (R, V)."""
-        return contrasted(logits, companions[0], self.alpha, self.beta)
+        return contrasted(logits, companions[0], self.alpha, self.beta, allowed)
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from everystep.engine.layout import Layout, laid_out
 from everystep.engine.rejection import judged
 from everystep.engine.sequels import Sequels
 from everystep.processors.guidance import guided
-from everystep.processors.pipeline import apply, best_read, decided
+from everystep.processors.pipeline import allowed_tokens, apply, best_read, decided
 from everystep.stops.check import check
 from everystep.strategies.base import Batch
 from everystep.strategies.single import Picked
@@ -55,8 +55,15 @@ class Guidance:
 
     scale: float
     layers: ClassVar[tuple[int, ...]] = ()
+    narrows: ClassVar[bool] = False
 
-    def mix(self, logits: Tensor, companions: list[Tensor], early: Tensor | None = None) -> Tensor:
+    def mix(
+        self,
+        logits: Tensor,
+        companions: list[Tensor],
+        early: Tensor | None = None,
+        allowed: Tensor | None = None,
+    ) -> Tensor:
         """(R, V) logits of the sequences and of their one companion -> (R, V)."""
         return guided(logits, companions[0], self.scale)
 
@@ -91,8 +98,9 @@ class Scored:
     `layout`: which rows these are; `batch`: the same as sequences. The logits are (0, V) where only
     the best of the rows were reported. `given`: the same as scores; `beside`: (R, V) logits of each
     companion and of another model. `offered`: the scores, or what drafts that are accepted by
-    chance leave of them. `early`: (n, R, V) logits of the layers that the readout names. `shown`:
-    the scores of all steps, for criteria. `sequels`: what hooks say, if there are any.
+    chance leave of them. `early`: (n, R, V) logits of the layers that the readout names.
+    `allowed`: (R, V) bool of what grammars let follow, for a readout that narrows. `shown`: the
+    scores of all steps, for criteria. `sequels`: what hooks say, if there are any.
     """
 
     batch: Batch
@@ -104,6 +112,7 @@ class Scored:
     offered: Scores
     shown: History
     early: Tensor | None = None
+    allowed: Tensor | None = None
     sequels: Sequels | None = None
 
     @property
@@ -162,6 +171,7 @@ class Scored:
             scores=self.scores.select(at),
             offered=self.offered.select(at),
             early=None if early is None else early[:, at],
+            allowed=None if self.allowed is None else self.allowed[at],
         )
         return kept, replace(children, parent=np.arange(len(layout.sequences)))
 
@@ -189,12 +199,16 @@ def score(
     if feeds.added_to(layout.sources[0]).beside is not None:
         beside.append(_amateurs(layout, feeds))
     early = _early(layout, output, feeds)
-    scores = mixed(request, given, beside, early)
-    if request.strategy.rounds > 1:  # each processes its own rows
-        scores = Scores.of(scores.whole().values.clone())
-    elif any(group.request.processors for group in groups):
+    seen = None
+    if any(group.request.processors for group in groups):
         visible = np.array([sequence.visible for sequence in layout.follow], dtype=np.int64)
         seen = Rows(feeds.table, layout.of_rows(layout.sequences), visible)
+    narrowing = seen is not None and request.readout is not None and request.readout.narrows
+    allowed = allowed_tokens(seen, given.values) if narrowing and seen is not None else None
+    scores = mixed(request, given, beside, early, allowed)
+    if request.strategy.rounds > 1:  # each processes its own rows
+        scores = Scores.of(scores.whole().values.clone())
+    elif seen is not None:
         scores = apply(seen, scores, owned=scores is not given)
     sequels = None
     if any(group.request.hooks for group in groups):
@@ -206,7 +220,9 @@ def score(
     stops = _stops(layout.follow, feeds.table, shown or None, reached, sequels)
     batch = _batch(groups, layout, feeds, stops, submitted, output.logits.shape[-1])
     offered = _offered(layout, scores, batch, feeds) if layout.drafted else scores
-    return Scored(batch, layout, logits, given, beside, scores, offered, shown, early, sequels)
+    return Scored(
+        batch, layout, logits, given, beside, scores, offered, shown, early, allowed, sequels
+    )
 
 
 def _batch(
@@ -284,16 +300,21 @@ def _early(layout: Layout, output: StepOutput, feeds: Feeds) -> Tensor | None:
 
 
 def mixed(
-    request: Request, given: Scores, beside: list[Tensor], early: Tensor | None = None
+    request: Request,
+    given: Scores,
+    beside: list[Tensor],
+    early: Tensor | None = None,
+    allowed: Tensor | None = None,
 ) -> Scores:
     """Return the scores of R rows before processors: log-probabilities or the readout's mixture
     where the request wants them, the given scores themselves otherwise.
 
-    `beside`: (R, V) logits of companions; `early`: (n, R, V) those of earlier layers.
+    `beside`: (R, V) logits of companions; `early`: (n, R, V) those of earlier layers; `allowed`:
+    (R, V) bool of what grammars let follow.
     """
     found = given
     if request.readout is not None:
-        found = Scores.of(request.readout.mix(given.values, beside, early))
+        found = Scores.of(request.readout.mix(given.values, beside, early, allowed))
     return found.log_probs() if request.strategy.reads.scores == "log_probs" else found
 
 

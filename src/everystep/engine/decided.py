@@ -12,6 +12,7 @@ from torch import Tensor
 
 from everystep.errors import RequestError, shown
 from everystep.types import Children, Finished, Group
+from everystep.types.given_tensors import flaw_of
 from everystep.types.request import Strategy
 
 
@@ -58,9 +59,7 @@ def results_of(group: Group) -> list[Finished]:
 
 
 def _is_plain(one: Any) -> bool:
-    if not isinstance(one, Tensor) or one.device.type == "meta" or one.is_quantized:
-        return False
-    return not (one.is_sparse or one.requires_grad)
+    return flaw_of(one) is None and not one.requires_grad
 
 
 def _nonsense(strategy: Strategy, method: str, wanted: str, got: Any) -> RequestError:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from everystep.errors import InvariantError
+from everystep.processors.guidance import highest
 from everystep.types.protocols import Readout
 
 _SHARE = math.log(0.1)  # of the best probability that a token needs
@@ -26,17 +28,24 @@ class DoLa:
 
     layers: tuple[int, ...]
     then: Readout | None = None
+    narrows: ClassVar[bool] = True
 
-    def mix(self, logits: Tensor, companions: list[Tensor], early: Tensor | None = None) -> Tensor:
+    def mix(
+        self,
+        logits: Tensor,
+        companions: list[Tensor],
+        early: Tensor | None = None,
+        allowed: Tensor | None = None,
+    ) -> Tensor:
         """(R, V) logits and (n, R, V) those of the candidate layers -> (R, V)."""
         if early is None:
             raise InvariantError("the logits of earlier layers are missing")
         final, early = logits.float(), early.float()
         base = early[0] if len(early) == 1 else _furthest(final, early)
         known = final.log_softmax(dim=-1)
-        few = known < known.max(dim=-1, keepdim=True).values + _SHARE
+        few = known < highest(known, allowed) + _SHARE
         mixed = (known - base.log_softmax(dim=-1)).float().masked_fill(few, -torch.inf)
-        return mixed if self.then is None else self.then.mix(mixed, companions)
+        return mixed if self.then is None else self.then.mix(mixed, companions, None, allowed)
 
 
 def _furthest(final: Tensor, early: Tensor) -> Tensor:

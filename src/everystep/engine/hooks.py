@@ -31,6 +31,7 @@ from everystep.types import (
     Sequence,
     TokenTable,
 )
+from everystep.types.given_tensors import flaw_of, require_handed_back
 from everystep.types.hooks import Hook
 from everystep.types.stored import Chain, remembered
 
@@ -214,22 +215,19 @@ class Hooking:
                 wanted=f"one of gives = {shown(hook.gives)}",
                 do="Name in gives what before_step may give",
             )
-        if not isinstance(values, Tensor):
-            raise nonsense(hook, name, "a tensor", values)
+        own = type(hook).__name__
+        what, do = f"what {own} gives as {name} does not fit", f"Return that from {own}"
         if name == "embeds":
             if self.width is None:
                 self.width = self.embed(torch.zeros(1, dtype=torch.int64)).shape[-1]
-            shape: tuple[int, ...] = (count, self.width)
-            fits, wanted = values.is_floating_point(), "floating point numbers"
+            found = require_handed_back(values, what, (count, self.width), do=do)
         else:
             spec = self.executor.inputs[name]
-            shape = spec.shape_of(count, values)
-            fits, wanted = spec.takes(values.dtype), str(spec.dtype)
-        if tuple(values.shape) != shape:
-            raise nonsense(hook, name, f"shape {shape}", f"shape {tuple(values.shape)}")
-        if not fits:
-            raise nonsense(hook, name, wanted, values.dtype)
-        return values.detach().clone()  # a hook may write to its own again
+            shape = spec.shape_of(count, values if flaw_of(values) is None else torch.empty(0))
+            found = require_handed_back(values, what, shape, holds="any", do=do)
+            if not spec.takes(found.dtype):
+                raise nonsense(hook, name, str(spec.dtype), found.dtype)
+        return found.clone()  # a hook may write to its own again
 
 
 def nonsense(hook: Hook, what: str, wanted: object, got: object) -> RequestError:

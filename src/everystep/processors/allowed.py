@@ -22,7 +22,7 @@ from torch import Tensor
 from everystep.config.kinds import plain
 from everystep.draws import on_host
 from everystep.errors import RequestError, shown
-from everystep.processors.base import Narrowing, remembers
+from everystep.processors.base import Following, Narrowing, remembers
 from everystep.processors.bias import only_allowed
 from everystep.processors.stacking import Numbers
 from everystep.types import Rows, Scores
@@ -133,7 +133,7 @@ class TrieWalk:
 
 
 @dataclass(frozen=True)
-class AllowedSequencesLogitsProcessor(Narrowing):
+class AllowedSequencesLogitsProcessor(Narrowing, Following):
     """Only tokens that go on with an allowed sequence may follow, and where one ends an end token.
 
     A sequence that others led out of the set, by forced ids, can only end. Where everything allowed
@@ -165,13 +165,17 @@ class AllowedSequencesLogitsProcessor(Narrowing):
         values = only_allowed(rows, scores.values.gather(1, ids), mask, self.num_beams)
         return Scores(values, ids, scores.vocabulary)
 
-    def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """Process (R, V) -> (R, V)."""
+    def may_follow(self, rows: Rows, vocabulary: int) -> Tensor:
         tokens, held = self.allowed.listed(self._nodes(rows), self.eos_token_id)
         row, place = np.nonzero(held)
-        at = torch.from_numpy(row), torch.from_numpy(tokens[row, place])
-        mask = torch.full_like(scores, -math.inf)
-        mask[tuple(one.to(scores.device) for one in at)] = 0
+        found = torch.zeros(len(rows), vocabulary, dtype=torch.bool)
+        found[torch.from_numpy(row), torch.from_numpy(tokens[row, place])] = True
+        return found
+
+    def process(self, rows: Rows, scores: Tensor) -> Tensor:
+        """Process (R, V) -> (R, V)."""
+        allowed = self.may_follow(rows, scores.shape[1]).to(scores.device)
+        mask = torch.zeros_like(scores).masked_fill_(~allowed, -math.inf)
         return only_allowed(rows, scores, mask, self.num_beams)
 
     def _nodes(self, rows: Rows) -> np.ndarray:

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.errors import RequestError, UnsupportedError
+from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.processors.best import is_wide, without
 from everystep.processors.edits import Edit
 from everystep.processors.stacking import Argument, Numbers, admit, require_rows
 from everystep.types import Prompt, Rows, Scores, Sequence, TokenTable, nobodys
-from everystep.types.given_tensors import require_tensor
+from everystep.types.given_tensors import require_handed_back, require_tensor
 
 
 class LogitsProcessor:
@@ -132,6 +132,14 @@ def processed_lists(processor: LogitsProcessor, rows: Rows, scores: Scores) -> S
     if not scores.listed:
         return None
     return replace(scores, values=processor.process(rows, scores.values), totals=None)
+
+
+class Following(LogitsProcessor, ABC):
+    """Base of the processors that know what may follow, whatever the scores are."""
+
+    @abstractmethod
+    def may_follow(self, rows: Rows, vocabulary: int) -> Tensor:
+        """Return (R, V) bool of the tokens that may follow each row."""
 
 
 class Filter(Narrowing):
@@ -259,13 +267,13 @@ class UserProcessor:
         ]
         return torch.cat(parts) if parts else scores
 
-    def _checked(self, result: Any, scores: Tensor) -> Tensor:
-        if isinstance(result, Tensor) and result.shape == scores.shape:
-            return result
-        got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-        raise RequestError(
-            f"logits processor {self.call!r} returned something else than scores",
-            wanted=f"a tensor of shape {tuple(scores.shape)}",
-            got=got,
+    def _checked(self, result: object, scores: Tensor) -> Tensor:
+        found = require_handed_back(
+            result,
+            f"logits processor {shown(self.call)} returned something else than scores",
+            tuple(scores.shape),
+            device=scores.device,
             do="Let it return the scores, changed or not",
         )
+        # Wider than 16 bits is what the draws read; narrower floats keep their order in it.
+        return found.to(scores.dtype) if found.dtype.itemsize < scores.dtype.itemsize else found

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from everystep.config.kinds import BIASES, COUNT, ONE_OR_MORE_IDS, WORDS, Kind, is_number, require
 from everystep.errors import RequestError
-from everystep.processors.base import Editing, LogitsProcessor
+from everystep.processors.base import Editing, Following, LogitsProcessor
 from everystep.processors.edits import Edit, places
 from everystep.processors.stacking import Argument
 from everystep.types import Rows
+from everystep.types.given_tensors import flaw_of
 
 Table = tuple[tuple[tuple[int, ...], float], ...]
 # (C,) the ids that words end in; (C,) float32 biases of words of one id; and per length of longer
@@ -145,7 +146,7 @@ class NoBadWordsLogitsProcessor(_Biases):
 
 
 @dataclass(frozen=True)
-class PrefixConstrainedLogitsProcessor(LogitsProcessor):
+class PrefixConstrainedLogitsProcessor(Following):
     """Only tokens that `prefix_allowed_tokens_fn(batch_id, ids)` returns may follow.
 
     A batch id counts searches of `num_beams` rows, from `first` on. Where everything allowed is
@@ -161,12 +162,17 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
         Argument("prefix_allowed_tokens_fn", Kind("a function of (batch_id, ids)", callable)),
     )
 
-    def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        mask = torch.full_like(scores, -math.inf)
+    def may_follow(self, rows: Rows, vocabulary: int) -> Tensor:
+        found = torch.zeros(len(rows), vocabulary, dtype=torch.bool)
         ids = rows.ids()
         for r, sequence in enumerate(rows.sequences):
             batch_id = self.first + sequence.index // self.num_beams
-            mask[r, self._tokens(batch_id, ids[r, : rows.lengths[r]].clone(), mask.shape[1])] = 0
+            found[r, self._tokens(batch_id, ids[r, : rows.lengths[r]].clone(), vocabulary)] = True
+        return found
+
+    def process(self, rows: Rows, scores: Tensor) -> Tensor:
+        allowed = self.may_follow(rows, scores.shape[1]).to(scores.device)
+        mask = torch.zeros_like(scores).masked_fill_(~allowed, -math.inf)
         return only_allowed(rows, scores, mask, self.num_beams)
 
     def _tokens(self, batch_id: int, ids: Tensor, size: int) -> Tensor:
@@ -174,6 +180,8 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
         try:
             tokens = torch.as_tensor(allowed if isinstance(allowed, Tensor) else list(allowed))  # type: ignore[call-overload]
         except (TypeError, ValueError, RuntimeError):
+            tokens = torch.empty(1)
+        if flaw_of(tokens) is not None:
             tokens = torch.empty(1)
         if tokens.dim() != 1 or (len(tokens) and tokens.dtype not in _INTEGERS):
             raise RequestError(
@@ -196,7 +204,7 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
                 got=int(tokens[(tokens < 0) | (tokens >= size)][0]),
                 do="Return ids that the model has logits for",
             )
-        return tokens
+        return tokens.cpu()
 
 
 def only_allowed(rows: Rows, scores: Tensor, mask: Tensor, num_beams: int) -> Tensor:

@@ -27,15 +27,23 @@ def guided(logits: Tensor, other: Tensor, scale: float) -> Tensor:
     return scale * (given - against) + against
 
 
-def contrasted(logits: Tensor, other: Tensor, alpha: float, beta: float) -> Tensor:
+def contrasted(
+    logits: Tensor, other: Tensor, alpha: float, beta: float, allowed: Tensor | None = None
+) -> Tensor:
     """Return log p - beta * log q of two (R, V) logits (Li et al. 2023).
 
-    It is -inf where p is below alpha times its highest.
+    It is -inf where p is below alpha times its highest among the `allowed`, (R, V) bool.
     """
     given = torch.log_softmax(logits, dim=-1)
     against = torch.log_softmax(other.to(given), dim=-1)
-    implausible = given < given.amax(dim=-1, keepdim=True) + math.log(alpha)
+    implausible = given < highest(given, allowed) + math.log(alpha)
     return (given - beta * against).masked_fill_(implausible, -math.inf)
+
+
+def highest(values: Tensor, allowed: Tensor | None) -> Tensor:
+    """Return (R, 1) the highest of (R, V) values, among those that are `allowed`, (R, V) bool."""
+    among = values if allowed is None else values.masked_fill(~allowed, -math.inf)
+    return among.amax(dim=-1, keepdim=True)
 
 
 class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):

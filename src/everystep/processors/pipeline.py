@@ -17,7 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.processors.base import LogitsProcessor, Narrowing, UserProcessor, reads_rows
+from everystep.processors.base import (
+    Following,
+    LogitsProcessor,
+    Narrowing,
+    UserProcessor,
+    reads_rows,
+)
 from everystep.processors.best import is_few
 from everystep.processors.grammars.mask import GrammarMask
 from everystep.processors.order import RANK
@@ -74,6 +80,24 @@ def apply(rows: Rows, scores: Scores, *, owned: bool = False) -> Scores:
     else:
         _apply_mixed(canvas)
     return canvas.settled()
+
+
+def allowed_tokens(rows: Rows, scores: Tensor) -> Tensor | None:
+    """Return (R, V) bool of the tokens that grammars and allowed sequences let follow each row.
+
+    None where no row has any of these.
+    """
+    owners: dict[Following, list[int]] = {}
+    for r, sequence in enumerate(rows.sequences):
+        for one in sequence.request.processors:
+            if isinstance(one, Following):
+                owners.setdefault(one, []).append(r)
+    if not owners:
+        return None
+    found = torch.ones(scores.shape, dtype=torch.bool)
+    for one, indices in owners.items():
+        found[indices] &= one.may_follow(rows.select(np.array(indices)), scores.shape[1])
+    return found.to(scores.device)
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from everystep.models.encoders import Misfit, PromptEncoder
 from everystep.nn.digests import add_tensor
 from everystep.requests.arrays import as_numbers
 from everystep.types import Injected, Prompt, Request
+from everystep.types.given_tensors import flaw_of
 
 Rows = Sequence[Mapping[str, Tensor]]
 """Per row of a call what its prompt inputs are given, by name."""
@@ -271,18 +272,17 @@ def digest_of(value: Tensor, name: str = "") -> bytes:
 
 def _checked(one: PromptInput, made: object, count: int, width: int) -> list[Tensor]:
     """Return (count,) features (n, E) as the encoder returned them."""
-    each = list(made) if isinstance(made, Tensor | list | tuple) else []
-    right = len(each) == count and all(
-        isinstance(part, Tensor)
-        and part.is_floating_point()
-        and part.dim() == 2
-        and part.shape[1] == width
-        for part in each
+    parts: list[object] = [*made] if isinstance(made, list | tuple) else []
+    if isinstance(made, Tensor) and flaw_of(made) is None and made.dim() == 3:
+        parts = [*made]
+    each = [part for part in parts if isinstance(part, Tensor) and flaw_of(part) is None]
+    right = len(each) == len(parts) == count and all(
+        part.is_floating_point() and part.dim() == 2 and part.shape[1] == width for part in each
     )
     if not right:
-        got: object = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        got: object = flaw_of(made) or tuple(getattr(made, "shape", ()))
         if isinstance(made, list | tuple):
-            got = [tuple(getattr(part, "shape", ())) for part in made]
+            got = [flaw_of(part) or tuple(getattr(part, "shape", ())) for part in made]
         raise RequestError(
             f"the encoder of {one.name!r} returned something else than features",
             wanted=f"({count}, n, {width}) values, or {count} tensors (n, {width})",

@@ -16,6 +16,7 @@ import torch
 
 from everystep.cache.containers import Cache
 from everystep.cache.formats import Quantization
+from everystep.cache.layers import StaticLayer
 from everystep.config import Effective
 from everystep.config.effective import for_rows
 from everystep.config.fields import PER_ROW
@@ -44,12 +45,13 @@ from everystep.requests.options import (
 from everystep.requests.prefixes import after_prefix, refuse_unseen_states, require_fitting
 from everystep.requests.reading import unseen_prompt
 from everystep.requests.readouts import readout_of
-from everystep.requests.strategies import require_known_words, strategy_of
+from everystep.requests.strategies import require_candidates, require_known_words, strategy_of
 from everystep.requests.subject import Subject
 from everystep.stops.criteria import longest, merge
 from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
-from everystep.strategies import BestOf, ConstrainedBeam
+from everystep.strategies import BestOf, ConstrainedBeam, Contrastive, Greedy, Sample
+from everystep.strategies.beams import BeamSettings
 from everystep.text import Spelling
 from everystep.types import DraftVerification, Prompt, Request, Wants
 from everystep.types.protocols import MATCHING, Processor
@@ -118,6 +120,8 @@ def prepare(
     strategy = strategy_of(fields, options.choosing, len(ends.eos), most)
     if isinstance(strategy, ConstrainedBeam):
         require_known_words(strategy.constraints, subject.vocab_size)
+    if isinstance(strategy, Contrastive):
+        require_candidates(strategy.top_k, subject.vocab_size)
     drafts: tuple[Drafter | None, DraftVerification] = (None, MATCHING)
     by_field = fields.prompt_lookup_num_tokens or fields.assistant_early_exit
     if by_field or options.drafting is not NO_DRAFTING:
@@ -136,6 +140,8 @@ def prepare(
         inputs = continued(inputs, past, strategy.width, hidden=hidden)
     if past is not None or fields.cache_implementation is not None:
         how = row_quantization(fields, subject, past)
+    if cache is not None:
+        _require_room(subject, cache, inputs.batch)
     if inputs.place is not None:
         inputs = placed(inputs, inputs.place, new)
     if past is not None or prefix is not None:
@@ -143,6 +149,9 @@ def prepare(
     together, coded, fills = runs != "continuous", how is not None, cache is not None
     require_rows_fit(subject, inputs, strategy.width, together=together, coded=coded)
     rows = _requests(subject, options, inputs, runs, strategy, drafts, new, most, fills=fills)
+    if new > _AHEAD and _ends_by_length(rows[0]):
+        width, ahead = strategy.width, new - 1  # the last token is not fed
+        require_rows_fit(subject, inputs, width, ahead, together=together, coded=coded)
     shows = fields.output_hidden_states or fields.output_attentions
     captures, kept = bool(fields.return_dict_in_generate and shows), kept_rows(strategy)
     return Call(options, inputs, rows, runs, strategy, kept, captures, cache, how)
@@ -479,22 +488,47 @@ def require_healable(inputs: Inputs, tokenizer: object) -> None:
 
 
 def require_rows_fit(
-    model: Subject, inputs: Inputs, width: int, *, together: bool, coded: bool
+    model: Subject,
+    inputs: Inputs,
+    width: int,
+    ahead: int = _AHEAD,
+    *,
+    together: bool,
+    coded: bool,
 ) -> None:
     """CapacityError where the prompts, `width` rows each, cannot be held: all of them `together`,
     or one at a time.
 
-    `coded`: rows keep codes, of half a byte perhaps.
+    `ahead`: the positions of its own that a row is sure to get. `coded`: rows keep codes, of half a
+    byte perhaps.
     """
     prompts, length = inputs.batch if together else 1, inputs.width
     size = 0.5 if coded else getattr(torch, model.cache_dtype).itemsize
-    shared, own = _of_row(model, length), _of_row(model, _AHEAD)
+    shared, own = _of_row(model, length), _of_row(model, ahead)
     needed = math.ceil(prompts * (size * (shared + width * own) + width * _BOOKS))
     rows = prompts * width
     counted = f"{rows} row{'s' * (rows > 1)} after {length} position{'s' * (length > 1)}"
     what = f"a call of {counted}"
     do = "Ask for fewer rows (num_beams, num_return_sequences, the batch) or shorten the prompts"
+    if ahead > _AHEAD:
+        what = f"{what}, with {ahead} new ones each,"
+        do = "Lower max_new_tokens, or let something else end a row too, such as eos_token_id"
     require_memory(needed, what, do, model.device)
+
+
+def _require_room(model: Subject, cache: Cache, rows: int) -> None:
+    """CapacityError where the room of a static cache cannot be had."""
+    unmade = (one for one in cache.layers if isinstance(one, StaticLayer) and one.keys is None)
+    if most := max((one.max_cache_len for one in unmade), default=0):
+        what = f"a static cache of {rows} rows with room for {most} positions each"
+        needed = rows * row_bytes(model, most)
+        require_memory(needed, what, "Make it with a smaller max_cache_len", model.device)
+
+
+def _ends_by_length(request: Request) -> bool:
+    """Return whether nothing but its length can end a row."""
+    ours = isinstance(request.strategy, Greedy | Sample | BestOf | BeamSettings | Contrastive)
+    return ours and not request.hooks and all(isinstance(s, MaxLength) for s in request.stops)
 
 
 def row_bytes(model: Subject, length: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from everystep.config import FIELDS, Effective
-from everystep.config.kinds import FLAG, SIZE, is_integer, require
+from everystep.config.kinds import FLAG, MOST_ROWS, ROWS, SIZE, is_integer, require
 from everystep.config.named_strategies import is_named, unknown_strategy
 from everystep.errors import RequestError, shown
 from everystep.processors.guidance import HammingDiversityLogitsProcessor
@@ -94,6 +94,18 @@ def strategy_of(e: Effective, choosing: Choosing, ends: int, most: int) -> Strat
     if not e.do_sample and (e.penalty_alpha or 0) > 0 and (e.top_k or 0) > 1:
         return Contrastive(int(e.top_k), float(e.penalty_alpha))
     return Sample(returns) if e.do_sample else Greedy()
+
+
+def require_candidates(top_k: int, vocabulary: int) -> None:
+    """Refuse a contrastive search among more candidates than there are tokens, or rows."""
+    most = min(vocabulary, MOST_ROWS)
+    if top_k > most:
+        raise RequestError(
+            "contrastive search feeds each of its top_k candidates",
+            wanted=f"at most {most}, of {vocabulary} tokens",
+            got=f"top_k={top_k}",
+            do="Lower top_k; 4 to 10 are usual",
+        )
 
 
 def require_known(name: str) -> None:
@@ -185,8 +197,8 @@ def read_best_of(
         what = f"{next(iter(named))} chooses among samples, and best_of does not say of how many"
         raise RequestError(what, wanted="best_of with it", got="none", do="Pass best_of=8, say")
     returns = int(effective.num_return_sequences or 1)
-    if not isinstance(count, int) or not is_integer(count) or count < returns:
-        wanted = f"a number of at least {returns}, as many as are returned"
+    if not isinstance(count, int) or not is_integer(count) or not returns <= count <= MOST_ROWS:
+        wanted = f"a number from {returns}, as many as are returned, to {MOST_ROWS}"
         raise RequestError("best_of is impossible", wanted=wanted, got=shown(count))
     if len(named) == 2 or not all(map(callable, named.values())):
         raise RequestError(
@@ -226,8 +238,7 @@ def read_n_best(count: Any, effective: Effective) -> int | None:
     configuration says."""
     if count is None:
         return None
-    if not is_integer(count) or count < 1:
-        raise RequestError("n_best is impossible", wanted="a number above 0", got=shown(count))
+    count = ROWS.checked(count, "n_best")
     if (effective.num_beams or 1) == 1:
         raise RequestError(
             "n_best is about the hypotheses of a search",

@@ -92,7 +92,9 @@ class Sight:
         given = self._scored.given.select(self._rows)
         beside, early = self._scored.beside, self._scored.early
         early = None if early is None else early[:, self._rows]
-        scores = mixed(request, given, [one[self._rows] for one in beside], early)
+        allowed = self._scored.allowed
+        allowed = None if allowed is None else allowed[self._rows]
+        scores = mixed(request, given, [one[self._rows] for one in beside], early, allowed)
         if scores is not given:
             readout = request.readout
             name = "log_softmax" if readout is None else type(readout).__name__.lower()

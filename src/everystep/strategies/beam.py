@@ -159,7 +159,7 @@ class Beam(BeamSettings):
             return -done.score, self.width if done.serial < 0 else slots[done.serial]
 
         held = [done for done in group.done if done.serial < 0 or done.serial in slots]
-        return sorted(held, key=place)[: self.slots]
+        return sorted(filter(self.came_to, held), key=place)[: self.slots]
 
     def widened(self, group: Group) -> BeamBank:
         """Return the bank that this search would have, had it run from the start, of a group whose

@@ -45,6 +45,19 @@ class BeamSettings:
                 do="Use a number near 1; 0 leaves scores as they are",
             )
 
+    def came_to(self, done: Finished) -> bool:
+        """Return whether a hypothesis is one of the search's own.
+
+        Of equal siblings, which open a search, the others are none, and what follows a token that
+        may not follow is none either.
+        """
+        return is_found(done.score * max(len(done.tokens), 1) ** self.length_penalty)
+
+
+def is_found(score: float) -> bool:
+    """Return whether a sum of scores is that of a hypothesis that there is."""
+    return not score <= NEVER / 2
+
 
 def candidates_of(beams: int, eos_count: int) -> int:
     """Return how many candidates are looked at, so that all `beams` can go on.

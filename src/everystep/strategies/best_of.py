@@ -97,14 +97,17 @@ class BestOf:
         if self.by != "score":
             return found
         try:
-            return float(found)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            score = float(found)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            score = math.nan
+        if math.isnan(score):
             raise RequestError(
                 "scorer returned something else",
                 wanted="a number for each sample, higher for a better one",
                 got=shown(found),
                 do="Let it return a float",
-            ) from error
+            )
+        return score
 
     def _rating(self, done: Finished) -> float:
         if self.by == "score":

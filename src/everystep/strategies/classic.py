@@ -26,6 +26,7 @@ from everystep.strategies.beams import (
     candidates_of,
     filled_up,
     horizon,
+    is_found,
     paths,
 )
 from everystep.strategies.single import Picked
@@ -106,7 +107,10 @@ class BankedBeams(BeamSettings):
         return [Candidate(0.0, first, pad, None)] * self.beams
 
     def select(self, batch: Batch, picked: Picked) -> Children:
-        """Bank candidates that end, and let the best others go on; all searches at once."""
+        """Bank candidates that end, and let the best others go on; all searches at once.
+
+        A search of which nothing may go on is over with what it has.
+        """
         found = [self.candidates(batch, picked, search) for search in range(self.rounds)]
         born = Offspring()
         states: list[tuple[SearchBank, ...]] = []
@@ -128,6 +132,9 @@ class BankedBeams(BeamSettings):
                 now = self._banked(batch, born, bank, ranked, search)
                 if cut and not now.closed:
                     now = self._cut(batch, born, now, on, search)
+                elif not now.closed and not any(is_found(one.score) for one in on):
+                    spent = [one for one in ranked if one.ended and not self.may_end(batch, one)]
+                    now = self._cut(batch, born, now, spent, search)
                 after.append(now)
                 going += on
             ended = cut or all(bank.closed for bank in after)
@@ -221,7 +228,7 @@ class BankedBeams(BeamSettings):
             return done.score, places.index(done.serial) if done.serial >= 0 else -1
 
         held = [done for done in group.done if done.serial < 0 or done.serial in places]
-        return sorted(held, key=rank, reverse=True)
+        return sorted(filter(self.came_to, held), key=rank, reverse=True)
 
     def rivals(self, group: Group) -> tuple[list[Sequence], list[Finished]]:
         """Return all live beams of searches that are not closed, and the best of what has ended."""

@@ -1,4 +1,5 @@
-"""Tensors as callers pass them, judged before anything is computed with them."""
+"""Tensors as callers pass them, and as their code hands them back, judged before anything is
+computed with them."""
 
 from __future__ import annotations
 
@@ -24,20 +25,59 @@ def require_tensor(
 
     Raise RequestError for anything else, or another form or content.
     """
-    if not isinstance(given, Tensor):
-        got: object = type(given).__name__
-    elif given.device.type == "meta":
-        got = "a meta tensor, which holds no numbers"
-    elif given.is_quantized or given.layout != torch.strided:
-        got = "a quantised tensor" if given.is_quantized else f"layout {given.layout}"
-    elif dims and given.dim() not in dims:
-        got = f"shape {tuple(given.shape)}"
-    elif given.is_complex() or not _holds(given, holds):
-        got = given.dtype
-    else:
-        return given
+    got = flaw_of(given)
+    if got is None and isinstance(given, Tensor):
+        if dims and given.dim() not in dims:
+            got = f"shape {tuple(given.shape)}"
+        elif given.is_complex() or not _holds(given, holds):
+            got = str(given.dtype)
+        else:
+            return given
     do = f"Pass {name} as such a tensor"
     raise RequestError(f"{name} does not fit", wanted=wanted, got=got, do=do)
+
+
+def require_handed_back(
+    found: object,
+    what: str,
+    shape: tuple[int, ...],
+    *,
+    holds: Literal["integers", "floats", "any"] = "floats",
+    device: torch.device | None = None,
+    do: str,
+) -> Tensor:
+    """Return the tensor that a caller's code handed back.
+
+    Raise RequestError, which begins with `what`, for anything else, another shape, content or
+    device.
+    """
+    got = flaw_of(found)
+    if got is None and isinstance(found, Tensor):
+        if tuple(found.shape) != shape:
+            got = f"shape {tuple(found.shape)}"
+        elif found.is_complex() or not _holds(found, holds):
+            got = str(found.dtype)
+        elif device is not None and found.device != device:
+            got = f"one on {found.device}"
+        else:
+            return found.detach()
+    content = "" if holds == "any" else f" of {holds}"
+    place = "" if device is None or device.type == "cpu" else f" on {device}"
+    wanted = f"a tensor{content} of shape {shape}{place}"
+    raise RequestError(what, wanted=wanted, got=got, do=do)
+
+
+def flaw_of(given: object) -> str | None:
+    """Return why the numbers of what should be a tensor cannot be read; None if they can be."""
+    if not isinstance(given, Tensor):
+        return type(given).__name__
+    if given.device.type == "meta":
+        return "a meta tensor, which holds no numbers"
+    if given.is_quantized:
+        return "a quantised tensor"
+    if given.is_nested:
+        return "a nested tensor"
+    return None if given.layout == torch.strided else f"layout {given.layout}"
 
 
 def _holds(given: Tensor, what: str) -> bool:

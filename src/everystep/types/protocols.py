@@ -40,10 +40,22 @@ class Readout(Protocol):
     def layers(self) -> tuple[int, ...]:
         """The layers before which hidden states are read out too, with the head alone."""
 
-    def mix(self, logits: Tensor, companions: list[Tensor], early: Tensor | None = None) -> Tensor:
+    @property
+    def narrows(self) -> bool:
+        """Whether it leaves likely tokens only."""
+
+    def mix(
+        self,
+        logits: Tensor,
+        companions: list[Tensor],
+        early: Tensor | None = None,
+        allowed: Tensor | None = None,
+    ) -> Tensor:
         """Mix (R, V) logits of the sequences and of each companion -> (R, V).
 
-        `early`: (n, R, V), those of the n layers.
+        `early`: (n, R, V), those of the n layers. `allowed`: (R, V) bool of what grammars let
+        follow, None where that is everything: a rule that `narrows` finds the likely ones among
+        these.
         """
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError
-from everystep.processors.base import Narrowing, Overwriting, remembers
+from everystep.processors.base import Following, Narrowing, Overwriting, remembers
 from everystep.processors.best import is_wide
 from everystep.processors.grammars.grammar import Grammar, GrammarPlace, tokens_in
 from everystep.processors.stacking import Numbers, column
@@ -26,7 +26,7 @@ _KEY = "grammar"
 
 
 @dataclass(frozen=True)
-class GrammarMask(Overwriting, Narrowing):
+class GrammarMask(Overwriting, Narrowing, Following):
     """Only what goes on with a text of the grammar may follow, and `ends` where one is complete.
 
     `source`: the grammar as text, by which a saved run knows it. Ids before the first generated one
@@ -54,14 +54,12 @@ class GrammarMask(Overwriting, Narrowing):
             found = memo[_KEY] = GrammarPlace(self.grammar, start, self.ends)
         return found
 
+    def may_follow(self, rows: Rows, vocabulary: int) -> Tensor:
+        return ~_banned(self._masks(rows), vocabulary)
+
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
         masks = self._masks(rows)
-        banned = np.zeros(scores.shape, np.bool_)
-        for r, words in enumerate(masks):
-            if words is not None:
-                bits = np.unpackbits(words.view(np.uint8), count=banned.shape[1], bitorder="little")
-                np.equal(bits, 0, out=banned[r])
-        scores.masked_fill_(torch.from_numpy(banned).to(scores.device), -math.inf)
+        scores.masked_fill_(_banned(masks, scores.shape[1]).to(scores.device), -math.inf)
         self._require_some(rows, masks, scores)
         return scores
 
@@ -140,3 +138,13 @@ class GrammarMask(Overwriting, Narrowing):
                 do="Relax what bans tokens, such as min_new_tokens, bad_words_ids or dola_layers, "
                 "or what was given after the prompt",
             )
+
+
+def _banned(masks: list[np.ndarray | None], vocabulary: int) -> Tensor:
+    """Return (R, V) bool of what may not follow, from bits of what may."""
+    banned = np.zeros((len(masks), vocabulary), np.bool_)
+    for r, words in enumerate(masks):
+        if words is not None:
+            bits = np.unpackbits(words.view(np.uint8), count=vocabulary, bitorder="little")
+            np.equal(bits, 0, out=banned[r])
+    return torch.from_numpy(banned)

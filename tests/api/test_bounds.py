@@ -1,0 +1,106 @@
+"""Every number of a caller's has a bound, found before anything is computed; the error has both
+sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import everystep as es
+from everystep.api.model import LanguageModel
+from everystep.errors import CapacityError, EverystepError, RequestError
+from everystep.testing.models import tiny_llama
+from tests.executors.models import family_model
+
+MODEL = tiny_llama(vocab_size=320, max_position_embeddings=64)
+IDS = [5, 6, 7]
+QUIET: dict[str, Any] = {"max_new_tokens": 3, "pad_token_id": 0, "eos_token_id": 2}
+
+
+def many(**options: Any) -> Any:
+    return es.generate(MODEL, None, [IDS], **{**QUIET, **options})
+
+
+def rectangle(**options: Any) -> Any:
+    return MODEL.generate(torch.tensor([IDS]), **{**QUIET, **options})
+
+
+CALLS: dict[str, Callable[[int], Any]] = {
+    "max_new_tokens": lambda n: many(max_new_tokens=n, eos_token_id=None),
+    "max_length": lambda n: many(max_new_tokens=None, max_length=n, eos_token_id=None),
+    "num_beams": lambda n: many(num_beams=n),
+    "num_beam_groups": lambda n: many(num_beams=n, num_beam_groups=n, diversity_penalty=0.1),
+    "num_return_sequences": lambda n: many(do_sample=True, num_return_sequences=n),
+    "n_best": lambda n: many(num_beams=2, n_best=n),
+    "best_of": lambda n: many(do_sample=True, best_of=n),
+    "top_k": lambda n: many(penalty_alpha=0.5, top_k=n),
+    "num_drafts": lambda n: many(prompt_lookup_num_tokens=2, num_drafts=n),
+    "logprobs": lambda n: many(logprobs=n),
+    "prompt_logprobs": lambda n: many(prompt_logprobs=n),
+    "best": lambda n: es.score(MODEL, None, IDS, best=n),
+    "StaticCache": lambda n: rectangle(past_key_values=es.StaticCache(MODEL.config, n)),
+}
+
+
+@pytest.fixture
+def _no_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    def computed(*_: object) -> None:
+        raise AssertionError("something was computed before the call was refused")
+
+    monkeypatch.setattr("everystep.engine.Engine.step", computed)
+
+
+@pytest.mark.usefixtures("_no_compute")
+@pytest.mark.parametrize("size", [2_000_000_000, 10**12, 10**20])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_number_beyond_its_bound_is_refused(name: str, size: int) -> None:
+    with pytest.raises(EverystepError, match=r"wanted .*\d.*got .*\d"):
+        CALLS[name](size)
+
+
+@pytest.mark.usefixtures("_no_compute")
+def test_more_candidates_than_tokens_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"at most 320, of 320 tokens; got top_k=400"):
+        many(penalty_alpha=0.5, top_k=400)
+
+
+def test_as_many_candidates_as_tokens_are_taken() -> None:
+    assert len(rectangle(penalty_alpha=0.5, top_k=320)[0]) > len(IDS)
+
+
+@pytest.mark.usefixtures("_no_compute")
+def test_rows_that_only_their_length_ends_have_to_fit() -> None:
+    with pytest.raises(CapacityError, match=r"with 999999999 new ones each.*Lower max_new"):
+        many(max_new_tokens=1_000_000_000, eos_token_id=None)
+
+
+@pytest.mark.parametrize("ends", [{"eos_token_id": 2}, {"eos_token_id": None, "max_time": 60.0}])
+def test_rows_that_something_else_may_end_need_not(ends: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match="beyond what the model was made for"):
+        run = es.open(MODEL, None, IDS, max_new_tokens=1_000_000_000, pad_token_id=0, **ends)
+    assert next(run).branches
+
+
+def test_rows_that_forget_fit_however_long_they_get() -> None:
+    made = family_model("mamba", state_size=4, num_hidden_layers=1)
+    model = LanguageModel(made, executor="torch")
+    run = es.open(model, None, IDS, max_new_tokens=1_000_000_000, pad_token_id=0, eos_token_id=None)
+    assert next(run).branches
+
+
+CONTEXT: dict[str, Callable[..., Any]] = {
+    "model.generate": lambda **o: MODEL.generate(torch.tensor([IDS]), **o),
+    "es.generate": lambda **o: es.generate(MODEL, None, [IDS], **o),
+    "es.stream": lambda **o: list(es.stream(MODEL, None, IDS, **o)),
+    "es.open": lambda **o: es.open(MODEL, None, IDS, **o),
+}
+
+
+@pytest.mark.parametrize("call", CONTEXT)
+def test_lengths_beyond_the_context_are_said_in_every_call(call: str) -> None:
+    told = "max_new_tokens=70 leads beyond.*at most 64 positions; got 3 of the prompt and up to 70"
+    with pytest.warns(UserWarning, match=told):
+        CONTEXT[call](max_new_tokens=70, pad_token_id=0, eos_token_id=[*range(2, 320)])

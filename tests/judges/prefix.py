@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from everystep.engine import DoLa
+from everystep.processors.base import Following
 from everystep.testing.hash_function import HashFunction
 from everystep.types import (
     AfterStep,
@@ -96,17 +97,29 @@ class Prefix:
             return mixed
         states, keys = self._read(tokens)
         mixed, readout = logits_after(self.function, states, keys), self.request.readout
+        may = self._may_follow(tokens)
         if isinstance(readout, DoLa):
-            mixed, readout = dola(self.function, states[-1], mixed, readout.layers), readout.then
-        mixed = mix(self.request, readout, mixed, tokens, logits, self.function)
+            mixed = dola(self.function, states[-1], mixed, readout.layers, may)
+            readout = readout.then
+        mixed = mix(self.request, readout, mixed, tokens, logits, self.function, may)
         if self.request.strategy.reads.scores == "log_probs":
             mixed = mixed.log_softmax(-1)
         for processor in self.request.processors:
-            sequence, table = self._written(tokens)
-            beside = None if chosen is None else np.array([chosen])
-            rows = Rows(table, [sequence], np.array([sequence.visible]), beside)
-            mixed = processor(rows, mixed[None])[0]
+            mixed = processor(self._rows(tokens, chosen), mixed[None])[0]
         return mixed
+
+    def _rows(self, tokens: list[int], chosen: list[int] | None) -> Rows:
+        sequence, table = self._written(tokens)
+        beside = None if chosen is None else np.array([chosen])
+        return Rows(table, [sequence], np.array([sequence.visible]), beside)
+
+    def _may_follow(self, tokens: list[int]) -> Tensor:
+        """(V,) bool: what no grammar, allowed sequence or function of prefixes rules out."""
+        free = torch.zeros(1, self.function.vocab_size)
+        for processor in self.request.processors:
+            if isinstance(processor, Following):
+                free = processor(self._rows(tokens, None), free)
+        return free[0] == 0
 
     def raw(self, tokens: list[int]) -> Tensor:
         """(V,) logits of what may follow the tokens, as the model says."""

@@ -131,8 +131,7 @@ def _from_banks(
         for token in () if state.completed else state.advance() or ():
             tokens = [*beam, token]
             limits = prefix.reason(tokens) in (None, "length", "time")
-            known = tokens in [known for known, _ in offers]
-            if limits and not known and is_found(row[token]):
+            if limits and tokens not in [known for known, _ in offers]:
                 offers.append((tokens, row[token]))
     if len(offers) == len(going):
         return going

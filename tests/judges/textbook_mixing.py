@@ -23,10 +23,12 @@ def mix(
     tokens: list[int],
     ask: Ask,
     function: HashFunction,
+    may: Tensor,
 ) -> Tensor:
     """(V,) logits of what may follow the tokens -> what the readout of the request makes of them.
 
-    `ask(function, prompt, tokens)`: the logits of what may follow a prompt and tokens.
+    `ask(function, prompt, tokens)`: the logits of what may follow a prompt and tokens. `may`: (V,)
+    bool of what nothing rules out.
     """
     if isinstance(readout, Guidance):
         other = ask(function, request.companions[0], tokens).log_softmax(-1)
@@ -34,6 +36,6 @@ def mix(
     if isinstance(readout, Contrast):
         amateur = cast(Any, readout.open()).function
         p, q = logits.log_softmax(-1), ask(amateur, request.prompt, tokens).log_softmax(-1)
-        plausible = p >= p.max() + math.log(readout.alpha)
+        plausible = p >= p[may].max() + math.log(readout.alpha)
         return torch.where(plausible, p - readout.beta * q, -torch.inf)
     return logits

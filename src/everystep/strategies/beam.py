@@ -24,6 +24,7 @@ from everystep.strategies.beams import (
     candidates_of,
     filled_up,
     horizon,
+    is_found,
     paths,
 )
 from everystep.strategies.single import Picked
@@ -190,9 +191,10 @@ class Beam(BeamSettings):
         processed = bool(request.processors)
         if len(best) < self.returns:
             # Bans may leave too few beams to end, as may forced tokens, readouts that leave likely
-            # tokens only, and the length; then a result is empty.
+            # tokens only, few tokens, and the length; then a result is empty.
             banned = processed or bool(request.hooks) or request.readout is not None
-            scarce = banned or group.settled or self.returns > self.width
+            few_tokens = not all(is_found(one.score) for one in group.live)
+            scarce = banned or few_tokens or group.settled or self.returns > self.width
             few = [NOTHING] if scarce else []
             return [] if group.settled else group.live, [*best, *few]
         if group.settled:

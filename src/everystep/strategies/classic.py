@@ -21,6 +21,7 @@ from everystep.strategies.banks import Candidate, Offspring, SearchBank
 from everystep.strategies.base import Batch, Reads
 from everystep.strategies.beams import (
     NEVER,
+    NOTHING,
     BeamSettings,
     accumulated,
     candidates_of,
@@ -232,7 +233,12 @@ class BankedBeams(BeamSettings):
 
     def rivals(self, group: Group) -> tuple[list[Sequence], list[Finished]]:
         """Return all live beams of searches that are not closed, and the best of what has ended."""
-        best, banks = self.best(group)[: self.returns], self.banks(group)
+        best, banks, request = self.best(group)[: self.returns], self.banks(group), group.request
+        if len(best) < self.returns:
+            # Where a search comes to fewer than are asked for, a result is empty.
+            bans = request.processors or request.hooks or request.readout is not None
+            scarce = bool(bans) or group.settled or self.returns > 1
+            best = [*best, *([NOTHING] if scarce else [])]
         if group.settled:
             return [], best
         return [s for s in group.live if not banks[s.index // self.beams].closed], best

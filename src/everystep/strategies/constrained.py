@@ -19,7 +19,6 @@ from torch import Tensor
 from everystep.errors import RequestError
 from everystep.strategies.banks import Candidate
 from everystep.strategies.base import Batch, strategy
-from everystep.strategies.beams import is_found
 from everystep.strategies.classic import BankedBeams
 from everystep.strategies.constraint_list import ConstraintListState
 from everystep.strategies.constraints import Constraint
@@ -140,7 +139,7 @@ class ConstrainedBeam(BankedBeams):
         reasons = batch.stops(parents, np.array([one.token for one in found], dtype=np.int64))
         for one, reason in zip(found, reasons, strict=True):
             one = one._replace(reason=reason)
-            if not one.ended and is_found(one.score):
+            if not one.ended:
                 yield Offer(one, self._after(batch, one))
 
     def left(self, batch: Batch, going: list[Candidate]) -> list[Candidate]:

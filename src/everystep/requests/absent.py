@@ -40,6 +40,36 @@ _TOGETHER = {
         "no model of this version looks positions up by an index",
         "Use DynamicCache or StaticCache",
     ),
+    "AssistantToTargetTranslator AssistantVocabTranslatorCache": (
+        "an assistant of another tokenizer needs no translator of the caller",
+        "Pass assistant_model with tokenizer and assistant_tokenizer",
+    ),
+    "ACT2FN": (
+        "activations are known by the names that configurations use",
+        "Call everystep.register_activation(name, function) for one of your own",
+    ),
+    "AttentionInterface AttentionMaskInterface": (
+        "attention is computed by the executors, and has no implementations to choose from",
+        "Ask for output_attentions=True to see its weights, or run transformers' model through "
+        "everystep.wrap with an attention of your own",
+    ),
+    "AutoImageProcessor AutoProcessor ProcessorMixin": (
+        "the tokenizer of a model that reads pictures takes them itself",
+        "Call model, tokenizer = everystep.load(path), then tokenizer(text, images=...); for "
+        "sounds, WhisperFeatureExtractor",
+    ),
+    "AutoFeatureExtractor WhisperProcessor": (
+        "sounds and texts are read by two classes",
+        "Use WhisperFeatureExtractor.from_pretrained and AutoTokenizer.from_pretrained",
+    ),
+    "AutoModelForSpeechSeq2Seq WhisperForConditionalGeneration": (
+        "models that listen are loaded as the others are",
+        "Load them with AutoModelForSeq2SeqLM.from_pretrained or everystep.load_model",
+    ),
+    "AutoModelForImageTextToText AutoModelForMultimodalLM AutoModelForVision2Seq": (
+        "models that read pictures are loaded as the others are",
+        "Load them with AutoModelForCausalLM.from_pretrained or everystep.load_model",
+    ),
     "AutoModel LlamaForCausalLM PreTrainedModel": (
         "models of every family are of one class, LanguageModel",
         "Load them with AutoModelForCausalLM.from_pretrained or everystep.load_model",

@@ -116,9 +116,9 @@ class _Trial:
         found = replace(self.base, several=several)
         together = [[(0, 0, 4), (1, 0, 2)], [(0, 4, 5), (1, 2, 3)]]
         wanted = torch.cat([alone[2], alone[3]])
-        ragged = self._same(wanted, replace(found, ragged=True), together)
+        ragged = not found.opaque and self._same(wanted, replace(found, ragged=True), together)
         layers = layers_of(found.cache)
-        if all(is_kept(one) and not is_linear(one) for one in layers):
+        if not found.opaque and all(is_kept(one) and not is_linear(one) for one in layers):
             cut = replace(found, cuts=True)
             works = [[(0, 0, 4)], [(0, 2, 4)]]
             found = replace(found, cuts=self._same(alone[0], cut, works))

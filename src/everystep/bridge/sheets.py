@@ -151,7 +151,7 @@ def _holds_tensors(value: object) -> bool:
         return any(map(_holds_tensors, value.values()))
     if isinstance(value, list | tuple | set):
         return any(map(_holds_tensors, value))
-    return isinstance(value, Tensor)
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 # --- a new sheet ----------------------------------------------------------------------------------

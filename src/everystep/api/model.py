@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from everystep.api.chat_defaults import ChatDefaults
 from everystep.api.forward import forward
+from everystep.api.loop_methods import LoopMethods
 from everystep.api.saving import Folder, Merged, Saving
 from everystep.api.subjects import Holder, OwnSubject, WrappedSubject
 from everystep.bridge.core import ForeignModel
@@ -44,7 +45,7 @@ _FREE = ("media", "speech", "absent")
 
 
 @final
-class LanguageModel(Subject):
+class LanguageModel(LoopMethods, Subject):
     """A model with its generation defaults: one of this library, or a wrapped one of another.
 
     Generating changes nothing in it: calls from several threads do not disturb each other, and an

@@ -20,7 +20,6 @@ GUIDE = Path(__file__).parents[2] / "docs/guide/switching.md"
 HOMES = ("transformers.generation", "transformers.cache_utils")
 # What else a script that generates takes from there.
 FURTHER = {
-    "ACT2FN",
     "AssistantToTargetTranslator",
     "AssistantVocabTranslatorCache",
     "AttentionInterface",

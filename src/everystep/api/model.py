@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from everystep.api.chat_defaults import ChatDefaults
 from everystep.api.forward import forward
-from everystep.api.loop_methods import LoopMethods
 from everystep.api.saving import Folder, Merged, Saving
 from everystep.api.subjects import Holder, OwnSubject, WrappedSubject
 from everystep.bridge.core import ForeignModel
@@ -26,6 +25,7 @@ from everystep.executors.base import Executor
 from everystep.executors.choice import ExecutorName
 from everystep.models import Model
 from everystep.models.load import named_shapes
+from everystep.models.loop_methods import LoopMethods
 from everystep.outputs import compute_transition_scores
 from everystep.requests.absent import refuse_argument
 from everystep.requests.arrays import require

@@ -44,33 +44,18 @@ _TOGETHER = {
         "an assistant of another tokenizer needs no translator of the caller",
         "Pass assistant_model with tokenizer and assistant_tokenizer",
     ),
-    "ACT2FN": (
-        "activations are known by the names that configurations use",
-        "Call everystep.register_activation(name, function) for one of your own",
-    ),
     "AttentionInterface AttentionMaskInterface": (
         "attention is computed by the executors, and has no implementations to choose from",
-        "Ask for output_attentions=True to see its weights, or run transformers' model through "
-        "everystep.wrap with an attention of your own",
+        "Set output_attentions=True to see it, or pass transformers' model to everystep.wrap",
     ),
-    "AutoImageProcessor AutoProcessor ProcessorMixin": (
-        "the tokenizer of a model that reads pictures takes them itself",
-        "Call model, tokenizer = everystep.load(path), then tokenizer(text, images=...); for "
-        "sounds, WhisperFeatureExtractor",
+    "AutoFeatureExtractor AutoImageProcessor AutoProcessor ProcessorMixin WhisperProcessor": (
+        "pictures are read by a model's tokenizer, and sounds by WhisperFeatureExtractor",
+        "Call model, tokenizer = everystep.load(path), then tokenizer(text, images=[...])",
     ),
-    "AutoFeatureExtractor WhisperProcessor": (
-        "sounds and texts are read by two classes",
-        "Use WhisperFeatureExtractor.from_pretrained and AutoTokenizer.from_pretrained",
-    ),
-    "AutoModelForSpeechSeq2Seq WhisperForConditionalGeneration": (
-        "models that listen are loaded as the others are",
-        "Load them with AutoModelForSeq2SeqLM.from_pretrained or everystep.load_model",
-    ),
-    "AutoModelForImageTextToText AutoModelForMultimodalLM AutoModelForVision2Seq": (
-        "models that read pictures are loaded as the others are",
-        "Load them with AutoModelForCausalLM.from_pretrained or everystep.load_model",
-    ),
-    "AutoModel LlamaForCausalLM PreTrainedModel": (
+    """
+    AutoModel AutoModelForImageTextToText AutoModelForMultimodalLM AutoModelForSpeechSeq2Seq
+    AutoModelForVision2Seq LlamaForCausalLM PreTrainedModel WhisperForConditionalGeneration
+    """: (
         "models of every family are of one class, LanguageModel",
         "Load them with AutoModelForCausalLM.from_pretrained or everystep.load_model",
     ),

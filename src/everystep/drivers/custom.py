@@ -117,10 +117,9 @@ def refuse_unseen(call: Call) -> None:
 
 
 def _processors(requests: list[Request]) -> LogitsProcessorList:
-    """Return a list to which a loop may add: of one processor, which runs all of the call, or of
-    none where it has none."""
-    busy = any(request.processors for request in requests)
-    return LogitsProcessorList([partial(_process, requests)] if busy else [])
+    """Return a list to which a loop may add: one processor that runs all of the call, or none."""
+    asked = any(one.processors for one in requests)
+    return LogitsProcessorList([partial(_process, requests)] if asked else [])
 
 
 def _process(requests: list[Request], input_ids: Tensor, scores: Tensor) -> Tensor:

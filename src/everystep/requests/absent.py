@@ -14,8 +14,9 @@ from everystep.errors import AbsentAttributeError, AbsentNameError, UnsupportedE
 
 _TOGETHER = {
     """
-    AssistedCandidateGenerator CandidateGenerator DFlashTokenCandidateGenerator
-    EarlyExitCandidateGenerator PromptLookupCandidateGenerator
+    AssistantToTargetTranslator AssistantVocabTranslatorCache AssistedCandidateGenerator
+    CandidateGenerator DFlashTokenCandidateGenerator EarlyExitCandidateGenerator
+    PromptLookupCandidateGenerator
     """: (
         "drafts are made by the engine, not by objects of the caller",
         "Pass assistant_model, or set prompt_lookup_num_tokens or assistant_early_exit",
@@ -39,10 +40,6 @@ _TOGETHER = {
     "DynamicIndexedLayer StaticIndexedLayer": (
         "no model of this version looks positions up by an index",
         "Use DynamicCache or StaticCache",
-    ),
-    "AssistantToTargetTranslator AssistantVocabTranslatorCache": (
-        "an assistant of another tokenizer needs no translator of the caller",
-        "Pass assistant_model with tokenizer and assistant_tokenizer",
     ),
     "AttentionInterface AttentionMaskInterface": (
         "attention is computed by the executors, and has no implementations to choose from",

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from everystep.drivers.stream import Stream as Stream
     from everystep.engine.corpus import Corpus as Corpus
     from everystep.errors import EverystepError as EverystepError
+    from everystep.nn.activations import register_activation as register_activation
     from everystep.outputs import GenerateBeamDecoderOnlyOutput as GenerateBeamDecoderOnlyOutput
     from everystep.outputs import (
         GenerateBeamEncoderDecoderOutput as GenerateBeamEncoderDecoderOutput,
@@ -219,6 +220,7 @@ _NAMES = {
     "draws": "set_seed",
     "engine.corpus": "Corpus",
     "errors": "EverystepError",
+    "nn.activations": "register_activation",
     "outputs": """
         GenerateBeamDecoderOnlyOutput GenerateBeamEncoderDecoderOutput
         GenerateDecoderOnlyOutput GenerateEncoderDecoderOutput

@@ -313,3 +313,58 @@ def test_texts_are_healed_one_by_one_under_the_scheduler(
     offline = model.generate(**batch, tokenizer=tokenizer, **options)
     (text,) = es.generate(model, tokenizer, ["I was i"], **options)
     assert list(text.tokens) == list(offline.new_tokens[0])
+
+
+# --- transformers' own loop -----------------------------------------------------------------------
+
+OWN_LOOP = transformers.GenerationMixin._sample
+"""The loop by which transformers itself decodes."""
+
+
+@pytest.mark.parametrize(
+    "settings", [*SETTINGS[:3], {"max_new_tokens": 7, "use_cache": False}], ids=str
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_references_own_loop_runs(settings: dict[str, Any], wrapped: bool) -> None:
+    both = pair(NAME)
+    model = es.wrap(both.reference) if wrapped else subject(NAME)
+    given = {"input_ids": IDS, "attention_mask": MASK, "eos_token_id": 2, "pad_token_id": 3}
+    given |= {"do_sample": False, **settings}
+    expected = both.reference.generate(**given)
+    assert torch.equal(model.generate(**given, custom_generate=OWN_LOOP), expected)
+
+
+def test_the_references_own_loop_draws_as_there() -> None:
+    both = pair(NAME)
+    given: dict[str, Any] = {"input_ids": IDS, "attention_mask": MASK, "eos_token_id": None}
+    given |= {"do_sample": True, "top_k": 9, "temperature": 0.7, "max_new_tokens": 9}
+    torch.manual_seed(5)
+    expected = both.reference.generate(**given)
+    torch.manual_seed(5)
+    assert torch.equal(subject(NAME).generate(**given, custom_generate=OWN_LOOP), expected)
+
+
+def test_it_goes_on_from_a_cache(model: LanguageModel) -> None:
+    read = IDS + 20
+    whole = model.generate(read, max_new_tokens=9, eos_token_id=None)
+    cache = es.DynamicCache()
+    model(read[:, :3], past_key_values=cache)
+    found = model.generate(
+        read, past_key_values=cache, max_new_tokens=9, eos_token_id=None, custom_generate=OWN_LOOP
+    )
+    assert torch.equal(found, whole)
+
+
+def test_a_loop_may_add_processors(model: LanguageModel) -> None:
+    def loop(model: Any, input_ids: Tensor, logits_processor: Any, **inputs: Any) -> Tensor:
+        seen.append(len(logits_processor))
+        logits_processor.append(lambda ids, scores: -scores)
+        return greedy_loop(model, input_ids, logits_processor, **inputs)
+
+    seen: list[int] = []
+    given = {"input_ids": IDS, "max_new_tokens": 6, "eos_token_id": None}
+    upside_down = [lambda ids, scores: -scores]
+    expected = model.generate(**given, logits_processor=upside_down)
+    assert torch.equal(model.generate(**given, custom_generate=loop), expected)
+    model.generate(**given, custom_generate=loop, repetition_penalty=1.5)
+    assert seen == [0, 1]

@@ -12,7 +12,13 @@ import pytest
 from transformers import GenerationConfig as Theirs
 
 from everystep.config import FIELDS, META, CompileConfig, GenerationConfig
-from everystep.errors import FormatError, MissingFileError, RequestError
+from everystep.errors import (
+    FormatError,
+    MissingFileError,
+    RequestError,
+    UnknownArgumentError,
+    UnsupportedError,
+)
 from everystep.files.model_folder import open_folder
 from tests.config.values import DEFAULTS, GREEN, SYNTHID, VALUES
 
@@ -32,6 +38,15 @@ def test_every_field_survives_a_file(name: str, tmp_path: Path) -> None:
     assert loaded == config
     assert getattr(loaded, name) == VALUES[name]
     assert type(getattr(loaded, name)) is type(VALUES[name])
+
+
+def test_an_argument_that_saving_does_not_have_is_refused(tmp_path: Path) -> None:
+    config = GenerationConfig(max_new_tokens=3)
+    with pytest.raises(UnknownArgumentError, match=r"config_name.*meant config_file_name"):
+        config.save_pretrained(tmp_path, config_name="other.json")
+    with pytest.raises(UnsupportedError, match="push_to_hub"):
+        config.save_pretrained(tmp_path, push_to_hub=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_field_is_tried() -> None:

@@ -203,6 +203,27 @@ def test_quantised_weights_have_no_other_type_beside_them(dtype) -> None:
         made(references()[0], quantize="int8", dtype=dtype)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("part", ["mlp.up_proj.weight", "input_layernorm.weight"])
+@pytest.mark.parametrize("rounding", ["int8", "int4"])
+def test_what_is_no_number_is_not_rounded(rounding: Any, part: str, value: float) -> None:
+    reference = reference_decoder("llama", torch.float32, **SIZES)
+    with torch.no_grad():
+        reference.state_dict()[f"model.layers.1.{part}"].view(-1)[5] = value
+    with pytest.raises(UnsupportedError, match=r"no number|nan or infinite"):
+        made(reference, quantize=rounding)
+
+
+def test_a_file_whose_scales_are_no_numbers_is_refused(tmp_path) -> None:
+    file = written(tmp_path, "llama", {"": "Q8_0"})
+    data = bytearray((tmp_path / "model.gguf").read_bytes())
+    place = file.tensors["blk.0.ffn_up.weight"].offset
+    data[place : place + 2] = b"\x00\x7e"
+    (tmp_path / "model.gguf").write_bytes(data)
+    with pytest.raises(UnsupportedError, match=r"up_proj.weight holds nan"):
+        build_gguf_model(read_gguf(tmp_path / "model.gguf"))
+
+
 def test_groups_of_four_bits_must_be_whole() -> None:
     with pytest.raises(UnsupportedError, match="multiple of 32; got 48"):
         made(reference_decoder("llama", torch.float32), quantize="int4")

@@ -20,10 +20,21 @@ GUIDE = Path(__file__).parents[2] / "docs/guide/switching.md"
 HOMES = ("transformers.generation", "transformers.cache_utils")
 # What else a script that generates takes from there.
 FURTHER = {
+    "AssistantToTargetTranslator",
+    "AssistantVocabTranslatorCache",
+    "AttentionInterface",
+    "AttentionMaskInterface",
     "AutoConfig",
+    "AutoFeatureExtractor",
+    "AutoImageProcessor",
     "AutoModel",
     "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForMultimodalLM",
     "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForVision2Seq",
+    "AutoProcessor",
     "AutoTokenizer",
     "BatchEncoding",
     "BitsAndBytesConfig",
@@ -32,6 +43,9 @@ FURTHER = {
     "PreTrainedTokenizer",
     "PreTrainedTokenizerBase",
     "PreTrainedTokenizerFast",
+    "ProcessorMixin",
+    "WhisperForConditionalGeneration",
+    "WhisperProcessor",
     "pipeline",
     "set_seed",
 }

@@ -25,6 +25,7 @@ from everystep.executors.base import Executor
 from everystep.executors.choice import ExecutorName
 from everystep.models import Model
 from everystep.models.load import named_shapes
+from everystep.models.loop_methods import LoopMethods
 from everystep.outputs import compute_transition_scores
 from everystep.requests.absent import refuse_argument
 from everystep.requests.arrays import require
@@ -44,7 +45,7 @@ _FREE = ("media", "speech", "absent")
 
 
 @final
-class LanguageModel(Subject):
+class LanguageModel(LoopMethods, Subject):
     """A model with its generation defaults: one of this library, or a wrapped one of another.
 
     Generating changes nothing in it: calls from several threads do not disturb each other, and an

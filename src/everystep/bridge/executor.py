@@ -7,6 +7,7 @@ of one length share a rectangle.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -46,7 +47,7 @@ class ForeignExecutor:
         # What a module carries on cannot be taken back.
         bound = {"cuts": False, "ragged": False, "bare": False}
         self._findings = replace(findings, **bound) if own else findings
-        self._forgets = findings.forgets
+        self._forgets, self._opaque = findings.forgets, findings.opaque
         self._freed: list[Carried] = []
         self.vocab_size: int = findings.vocab_size
         self.device: torch.device = foreign.device
@@ -145,6 +146,9 @@ class ForeignExecutor:
     def _sheet(self, places: list[Place]) -> Sheet:
         """Return a sheet with these places, in this order, and nothing after them."""
         first = places[0].on
+        if self._opaque:
+            shared = sum(one.sheet is first for one in self._places.values()) > 1
+            return replace(first, cache=copy.deepcopy(first.cache)) if shared else first
         if len(places) == len(first.leads) and all(
             place.sheet is first
             and place.index == index
@@ -213,7 +217,8 @@ class ForeignExecutor:
             length = self._places[row].length
             alike = (length == 0) if ragged else length
             extra = extras.get(feed)
-            alone = feed if self._own or (extra is not None and extra.whole) else None
+            apart = self._own or self._opaque
+            alone = feed if apart or (extra is not None and extra.whole) else None
             states = self._places[row].states
             # Nothing hides the states that a longer source has beside a shorter one.
             read = None if self._foreign.source is None or states is None else len(states)

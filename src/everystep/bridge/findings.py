@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from everystep.bridge.sheets import across_of_cache, is_kept, is_linear, layers_of, window_of
+from everystep.bridge.sheets import (
+    across_of_cache,
+    is_kept,
+    is_linear,
+    is_opaque,
+    layers_of,
+    window_of,
+)
 from everystep.nn.network import Cross, Full, State, Store, Window
 
 
@@ -36,8 +43,15 @@ class Findings:
         return any(is_linear(one) or window_of(one) for one in layers_of(self.cache))
 
     @property
+    def opaque(self) -> bool:
+        """True if the cache object holds what is not known here: a row has one to itself."""
+        return is_opaque(self.cache)
+
+    @property
     def exports(self) -> bool:
         """True if a row can be shown as keys and values, alike in all layers."""
+        if self.opaque:
+            return False
         layers = layers_of(self.cache)
         shapes = {one.keys.shape[1::2] for one in layers if is_kept(one)}
         kept = all(is_kept(one) and not is_linear(one) for one in layers)

@@ -132,6 +132,28 @@ def is_kept(layer: Any) -> bool:
     return isinstance(getattr(layer, "keys", None), Tensor)
 
 
+def is_opaque(cache: Any) -> bool:
+    """Return whether a cache object holds tensors that are neither columns nor known states.
+
+    Its rows share no sheet, and go on from copies of the whole object.
+    """
+    layers = (*layers_of(cache), *across_of_cache(cache))
+    own = (vars(one).items() for one in (cache, *layers))
+    return any(
+        name not in (*_COLUMNS, *_STATES) and _holds_tensors(value)
+        for items in own
+        for name, value in items
+    )
+
+
+def _holds_tensors(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_tensors, value.values()))
+    if isinstance(value, list | tuple | set):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
 # --- a new sheet ----------------------------------------------------------------------------------
 
 

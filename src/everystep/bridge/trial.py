@@ -6,6 +6,7 @@ fed at once beside one after another, a row that was cut back beside one that wa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,8 @@ _LONG, _SHORT, _READ = 5, 3, 4
 _CLOSE = {torch.float64: 1e-5, torch.float32: 1e-3}
 _CLOSE_HALF = 2e-2
 _REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, NotImplementedError, AttributeError)
+_FOLLOWING = ("dynamic", "longrope")
+"""Kinds of rotary embeddings whose frequencies follow the length."""
 Feed = tuple[int, int, int]
 """A row, and the first and the last place + 1 of what it is fed."""
 
@@ -101,6 +104,23 @@ def _states(foreign: Foreign, ids: np.ndarray) -> Tensor:
     return drawn.to(foreign.device, foreign.dtype)
 
 
+def _reads_lengths(config: Any) -> bool:
+    """Return whether a configuration lets a row depend on how long the others are, beyond lengths
+    that a trial would take long to reach: frequencies that follow the longest row, and positions
+    that are chosen among so many columns, empty ones included."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(config, "index_topk", None) is not None:
+        return True
+    waiting = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Mapping):
+            if one.get("rope_type", one.get("type")) in _FOLLOWING:
+                return True
+            waiting += one.values()
+    return False
+
+
 class _Trial:
     """Works on two rows, of 5 and of 3 ids, run in several ways."""
 
@@ -116,9 +136,10 @@ class _Trial:
         found = replace(self.base, several=several)
         together = [[(0, 0, 4), (1, 0, 2)], [(0, 4, 5), (1, 2, 3)]]
         wanted = torch.cat([alone[2], alone[3]])
-        ragged = self._same(wanted, replace(found, ragged=True), together)
+        mixes = not found.opaque and not _reads_lengths(self.foreign.config)
+        ragged = mixes and self._same(wanted, replace(found, ragged=True), together)
         layers = layers_of(found.cache)
-        if all(is_kept(one) and not is_linear(one) for one in layers):
+        if not found.opaque and all(is_kept(one) and not is_linear(one) for one in layers):
             cut = replace(found, cuts=True)
             works = [[(0, 0, 4)], [(0, 2, 4)]]
             found = replace(found, cuts=self._same(alone[0], cut, works))

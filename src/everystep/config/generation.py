@@ -30,6 +30,7 @@ from everystep.config.rules import EXTRA_OUTPUTS, judge, refuse_impossible
 from everystep.errors import (
     FormatError,
     RequestError,
+    UnknownArgumentError,
     UnsupportedError,
     nearest,
     shown,
@@ -187,8 +188,23 @@ class GenerationConfig(FieldAttributes):
         self,
         save_directory: str | os.PathLike[str],
         config_file_name: str | os.PathLike[str] | None = None,
+        push_to_hub: bool = False,
+        **unknown: object,
     ) -> None:
-        """Validate the configuration strictly and write it to a folder, which may be new."""
+        """Validate the configuration strictly and write it to a folder, which may be new.
+
+        Raise UnsupportedError for `push_to_hub`, UnknownArgumentError for what else there is.
+        """
+        if push_to_hub:
+            do = "Upload the folder with the hub's own client"
+            raise UnsupportedError("push_to_hub is not supported", got=shown(push_to_hub), do=do)
+        for name in unknown:
+            near = nearest(name, ("save_directory", "config_file_name"))
+            raise UnknownArgumentError(
+                f"save_pretrained() knows no argument {name!r}",
+                wanted="save_directory, config_file_name",
+                do=f"Perhaps you meant {near}" if near else "Leave it out",
+            )
         self.validate(strict=True)
         folder = as_path(save_directory)
         if folder.exists() and not folder.is_dir():

@@ -6,10 +6,10 @@ The loop has transformers' contract. It is called as
 
 after everything about the call was checked, and what it returns is returned. `input_ids` (R, T) is
 padded on the left and has a row for every beam or returned sequence. Both callables take
-`(input_ids, scores)`. `inputs` holds `attention_mask` (R, T), `use_cache` and, unless that is
-False, `past_key_values`: the cache that was passed, or an empty one of the chosen kind. The loop
-decides what it feeds to `model(...)`, which adds to that cache. Keywords that only the loop names
-are passed on to it.
+`(input_ids, scores)`, and are lists to which the loop may add. `inputs` holds `attention_mask`
+(R, T), `use_cache` and, unless that is False, `past_key_values`: the cache that was passed, or an
+empty one of the chosen kind. The loop decides what it feeds to `model(...)`, which adds to that
+cache. Keywords that only the loop names are passed on to it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from everystep.config import GenerationConfig
 from everystep.errors import RequestError, UnsupportedError, shown
+from everystep.processors.base import LogitsProcessorList
 from everystep.processors.pipeline import apply
 from everystep.requests.door import Arguments
 from everystep.requests.prepare import Call
@@ -80,7 +81,7 @@ def run_loop(subject: Subject, call: Call, loop: Loop, given: Arguments) -> obje
         cached["past_key_values"] = subject.core.returned_cache(call.cache, passed)
     return loop(
         ids.to(subject.device),
-        logits_processor=partial(_process, rows),
+        logits_processor=_processors(rows),
         stopping_criteria=by_hand(rows[0].stops),
         generation_config=_config(call),
         **_inputs(call, width),
@@ -115,7 +116,13 @@ def refuse_unseen(call: Call) -> None:
             )
 
 
-def _process(requests: list[Request], input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
+def _processors(requests: list[Request]) -> LogitsProcessorList:
+    """Return a list to which a loop may add: one processor that runs all of the call, or none."""
+    asked = any(one.processors for one in requests)
+    return LogitsProcessorList([partial(_process, requests)] if asked else [])
+
+
+def _process(requests: list[Request], input_ids: Tensor, scores: Tensor) -> Tensor:
     """Return (R, V) scores after all processors of a call, from (R, T) ids and (R, V) scores; a
     request per row."""
     ids = input_ids.cpu().numpy()

@@ -37,6 +37,8 @@ class ModelConfig(Mapping[str, Any]):
     def __getattr__(self, name: str) -> Any:
         own, text = self.__dict__["_values"], self.__dict__["_values"].get("text_config")
         found = own if name in own or not isinstance(text, Mapping) else text
+        if name == "is_encoder_decoder" and name not in found:
+            return False  # what transformers leaves out of a decoder's file
         if name.startswith("_") or name not in found:
             raise AttributeError(f"the configuration has no {name!r}")
         return found[name]

@@ -33,7 +33,7 @@ from everystep.nn.network import Network
 from everystep.nn.norm import Norm
 from everystep.nn.panels import Arena, Panels
 from everystep.nn.quantized import QuantizedWeight
-from everystep.nn.rounding import Rounding, quantize
+from everystep.nn.rounding import Rounding, quantize, require_numbers
 
 
 class TensorSource(Protocol):
@@ -150,7 +150,8 @@ class WeightLoader:
 
     def tensor(self, key: str) -> Tensor:
         """Load the values of a parameter."""
-        return self._values(self.parameters.pop(key), self._computed)
+        values = self._values(self.parameters.pop(key), self._computed)
+        return values if self.rounding is None else require_numbers(values, key)
 
     def tensor_if(self, key: str) -> Tensor | None:
         """Load the values of a parameter that the network may not have."""
@@ -183,7 +184,12 @@ class WeightLoader:
         if self.kept is None or part.codes_name not in self.names:
             return None
         found = self.kept(part.codes_name)
-        return None if found is None else part.loaded(found)
+        if found is None:
+            return None
+        for factors in (found.scales, found.mins, found.super_scales):
+            if factors is not None and factors.is_floating_point():
+                require_numbers(factors, part.codes_name)
+        return part.loaded(found)
 
     def _one(self, part: ParameterPart, kept: QuantizedWeight | None) -> Rows:
         if kept is not None:

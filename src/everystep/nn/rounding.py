@@ -71,8 +71,21 @@ def storable(values: Tensor) -> Tensor:
     return stored
 
 
+def require_numbers(values: Tensor, name: str) -> Tensor:
+    """Return the values themselves; UnsupportedError where one is no number, which activations in
+    codes would hide."""
+    if not bool(values.isfinite().all()):
+        raise UnsupportedError(
+            f"{name} holds nan or infinite values, which codes cannot stand for",
+            wanted="finite numbers",
+            got=f"{int((~values.isfinite()).sum())} of {values.numel()} that are not",
+            do="Correct the checkpoint, or fetch it again",
+        )
+    return values
+
+
 def _int8(values: Tensor) -> QuantizedWeight:
-    scales = values.float().abs().amax(1) / 127
+    scales = require_numbers(values.float().abs().amax(1) / 127, "a weight")
     codes = nearest(values.float(), scales[:, None], -127, 127).to(torch.int8)
     return QuantizedWeight("int8", codes, scales)
 

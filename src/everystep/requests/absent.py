@@ -14,8 +14,9 @@ from everystep.errors import AbsentAttributeError, AbsentNameError, UnsupportedE
 
 _TOGETHER = {
     """
-    AssistedCandidateGenerator CandidateGenerator DFlashTokenCandidateGenerator
-    EarlyExitCandidateGenerator PromptLookupCandidateGenerator
+    AssistantToTargetTranslator AssistantVocabTranslatorCache AssistedCandidateGenerator
+    CandidateGenerator DFlashTokenCandidateGenerator EarlyExitCandidateGenerator
+    PromptLookupCandidateGenerator
     """: (
         "drafts are made by the engine, not by objects of the caller",
         "Pass assistant_model, or set prompt_lookup_num_tokens or assistant_early_exit",
@@ -40,7 +41,18 @@ _TOGETHER = {
         "no model of this version looks positions up by an index",
         "Use DynamicCache or StaticCache",
     ),
-    "AutoModel LlamaForCausalLM PreTrainedModel": (
+    "AttentionInterface AttentionMaskInterface": (
+        "attention is computed by the executors, and has no implementations to choose from",
+        "Set output_attentions=True to see it, or pass transformers' model to everystep.wrap",
+    ),
+    "AutoFeatureExtractor AutoImageProcessor AutoProcessor ProcessorMixin WhisperProcessor": (
+        "pictures are read by a model's tokenizer, and sounds by WhisperFeatureExtractor",
+        "Call model, tokenizer = everystep.load(path), then tokenizer(text, images=[...])",
+    ),
+    """
+    AutoModel AutoModelForImageTextToText AutoModelForMultimodalLM AutoModelForSpeechSeq2Seq
+    AutoModelForVision2Seq LlamaForCausalLM PreTrainedModel WhisperForConditionalGeneration
+    """: (
         "models of every family are of one class, LanguageModel",
         "Load them with AutoModelForCausalLM.from_pretrained or everystep.load_model",
     ),

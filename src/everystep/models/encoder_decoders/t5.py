@@ -27,10 +27,15 @@ from everystep.models.parameters import Parameter
 from everystep.models.spec import MlpSpec, NormSpec
 from everystep.nn.activations import ACTIVATIONS
 
-# transformers takes the tanh approximation for gated-gelu, whatever the name says.
-_KINDS: Mapping[str, str] = {name: name for name in ACTIVATIONS} | {
-    f"gated-{name}": "gelu_new" if name == "gelu" else name for name in ACTIVATIONS
-}
+
+def _mlp(read: Fields) -> MlpSpec:
+    """Read an MLP such as "relu" or "gated-gelu", for which transformers takes the tanh
+    approximation whatever the name says."""
+    kinds = {name: name for name in ACTIVATIONS} | {
+        f"gated-{name}": "gelu_new" if name == "gelu" else name for name in ACTIVATIONS
+    }
+    kind = read.choice("feed_forward_proj", kinds)
+    return MlpSpec(read.integer("d_ff"), kinds[kind], gated=kind.startswith("gated-"))
 
 
 def _t5(config: Mapping[str, Any]) -> EncoderDecoderSpec:
@@ -44,13 +49,12 @@ def _mt5(config: Mapping[str, Any]) -> EncoderDecoderSpec:
 
 
 def _spec(read: Fields, output_scale: float | None) -> EncoderDecoderSpec:
-    kind = read.choice("feed_forward_proj", _KINDS)
     layers, heads = read.count("num_layers"), read.integer("num_heads")
     positions = RelativePositions(
         read.integer("relative_attention_num_buckets", least=4),
         read.integer("relative_attention_max_distance", least=2),
     )
-    mlp = MlpSpec(read.integer("d_ff"), _KINDS[kind], gated=kind.startswith("gated-"))
+    mlp = _mlp(read)
     encoder = StackSpec(layers, heads, read.integer("d_kv"), mlp, positions)
     decoder_layers = read.count("num_decoder_layers", layers)
     return EncoderDecoderSpec(

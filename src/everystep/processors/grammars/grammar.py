@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from everystep.errors import RequestError
+from everystep.errors import RequestError, UnsupportedError
 from everystep.processors.grammars.source import GrammarSource
 from everystep.processors.grammars.vocabulary import GrammarVocabulary, library
 
@@ -80,12 +80,21 @@ def _written(made: Any, source: GrammarSource) -> str:
 
 def require_sound(matcher: Any, source: GrammarSource) -> None:
     """RequestError if the matcher has failed, which it stays for ever."""
-    if matcher.is_error():
-        raise RequestError(
-            f"{source.kind} cannot be followed",
-            got=_beginning(matcher.get_error()),
-            do="Correct it, or ask for something simpler",
+    if not matcher.is_error():
+        return
+    told = matcher.get_error()
+    if source.kind == "schema" and "oneOf constraints" in told:
+        raise UnsupportedError(
+            "schema has a 'oneOf' of which more than one may hold at once, for all that is known",
+            wanted="schemas of different types or values, or objects (with type: object) that a "
+            "property tells apart, with a const or enum of its own in each",
+            do="Give each of them such a property, or use anyOf",
         )
+    raise RequestError(
+        f"{source.kind} cannot be followed",
+        got=_beginning(told),
+        do="Correct it, or ask for something simpler",
+    )
 
 
 def _beginning(text: str) -> str:

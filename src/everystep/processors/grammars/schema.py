@@ -12,11 +12,18 @@ from typing import Any
 
 from everystep.config.kinds import is_integer, is_number
 from everystep.errors import RequestError, UnsupportedError, nearest, shown
+from everystep.processors.grammars.numbers import check_multiples, check_numbers
+from everystep.processors.grammars.objects import close_objects, tell_apart
 
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _FORMATS = (
     *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
 )
+_KINDS_OF_VALUES = (
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float", "double", "password", "binary"),
+)
+"""Formats of OpenAPI and pydantic that say how a program keeps or shows a value."""
 Judge = Callable[[Any], bool]
 
 
@@ -81,6 +88,7 @@ _READ = ("$schema", "$id", "$anchor")
 _ANNOTATIONS = (
     *("$comment", "$vocabulary", "title", "description", "default", "examples", "deprecated"),
     *("readOnly", "writeOnly", "contentEncoding", "contentMediaType", "contentSchema"),
+    *("discriminator", "example", "externalDocs"),
 )
 REFUSED: dict[str, str] = {
     "not": "Say what is allowed, with enum, type or pattern",
@@ -112,30 +120,37 @@ _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 
 
 def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Take annotations out of a schema and return it; RequestError or UnsupportedError, which name
-    keyword and place, where it says what cannot be followed."""
+    """Return a schema as grammars follow it: without annotations, with closed objects, and with
+    'anyOf' for a 'oneOf' whose schemas are told apart.
+
+    RequestError or UnsupportedError, which name keyword and place, where it says what cannot be
+    followed.
+    """
+    places: list[tuple[str, dict[str, Any]]] = []
     waiting: list[tuple[str, Any]] = [("#", schema)]
-    counts: Counter[str] = Counter()
-    bounds: dict[str, dict[float, str]] = {name: {} for name in _BOUNDS}
     while waiting:
         place, one = waiting.pop()
         if isinstance(one, dict):
-            for name in [name for name in one if _is_annotation(name)]:
+            for name in [name for name, value in one.items() if _is_annotation(name, value)]:
                 del one[name]
             for name, value in one.items():
                 _check(place, name, value)
             _check_count(place, one)
-            counts.update(one.keys() & {"$ref", "pattern"})
-            counts.update(schemas=1, allOf=len(one.get("allOf", ())))
-            for name in _BOUNDS & one.keys():
-                bounds[name].setdefault(one[name], place)
+            check_numbers(place, one)
+            places.append((place, one))
             waiting += _inside(place, one)
-    _check_bounds(bounds)
-    _check_size(counts)
+    _check_bounds(places)
+    _check_size([one for _, one in places])
+    close_objects(schema, lambda one: (inner for _, inner in _inside("", one)))
+    tell_apart(schema, [one for _, one in places])
     return schema
 
 
-def _is_annotation(name: str) -> bool:
+def _is_annotation(name: str, value: Any) -> bool:
+    if name == "format":
+        return value in _KINDS_OF_VALUES
+    if name == "uniqueItems":
+        return value is False
     return name in _ANNOTATIONS or (name.startswith("x-") and name not in REFUSED)
 
 
@@ -184,9 +199,13 @@ def _check_count(place: str, schema: dict[str, Any]) -> None:
         )
 
 
-def _check_bounds(bounds: dict[str, dict[float, str]]) -> None:
+def _check_bounds(places: list[tuple[str, dict[str, Any]]]) -> None:
     """UnsupportedError for a whole number that is excluded, and less than one from the other bound:
     version 1.9 of the library lets it through. Bounds of different places may meet in allOf."""
+    bounds: dict[str, dict[float, str]] = {name: {} for name in _BOUNDS}
+    for place, one in places:
+        for name in _BOUNDS & one.keys():
+            bounds[name].setdefault(one[name], place)
     for excluded, others, sign in (
         ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
         ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
@@ -202,11 +221,17 @@ def _check_bounds(bounds: dict[str, dict[float, str]]) -> None:
                 )
 
 
-def _check_size(counts: Counter[str]) -> None:
+def _check_size(schemas: list[dict[str, Any]]) -> None:
     """UnsupportedError for a schema that could keep the library busy for long."""
-    meeting = min(counts["pattern"], counts["allOf"] + counts["$ref"])
+    counts: Counter[str] = Counter()
+    for one in schemas:
+        counts.update(one.keys() & {"$ref", "pattern"})
+        counts.update(branches=len(one.get("allOf", ())))
+        beside = one.keys() - {"$defs", "definitions", *_READ}
+        counts.update(beside=len(beside & {"$ref", "anyOf", "oneOf"}) if len(beside) > 1 else 0)
+    meeting = min(counts["pattern"], counts["branches"] + counts["$ref"])
     for what, count, most in (
-        ("subschemas", counts["schemas"], _MOST_SCHEMAS),
+        ("subschemas", len(schemas), _MOST_SCHEMAS),
         ("uses of '$ref'", counts["$ref"], _MOST_REFERENCES),
         ("patterns that may meet in 'allOf' or '$ref'", meeting, _MOST_PATTERNS),
     ):
@@ -217,3 +242,5 @@ def _check_size(counts: Counter[str]) -> None:
                 got=count,
                 do="Ask for less at a time",
             )
+    multiples = [one["multipleOf"] for one in schemas if "multipleOf" in one]
+    check_multiples(multiples, counts["branches"] + counts["beside"])

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from everystep.errors import FormatError, RequestError, shown
 from everystep.files.strict_json import parse_object
 from everystep.processors.grammars.schema import check_schema
+from everystep.text.native import checked_text
 
 Kind = Literal["schema", "regex", "grammar", "choices"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -41,7 +42,8 @@ class GrammarSource:
 
 def read_source(kind: Kind, value: Any) -> GrammarSource:
     """Read what was given under this keyword; RequestError where it is of another kind, is too
-    long, or asks for what cannot be promised of a schema."""
+    long, or asks for what cannot be promised of a schema; TokenizerError for characters that no
+    text has."""
     if kind == "schema":
         text = _schema_text(value)
     elif kind == "choices":
@@ -53,6 +55,7 @@ def read_source(kind: Kind, value: Any) -> GrammarSource:
         got = shown(value) if isinstance(value, str) else type(value).__name__
         raise RequestError(f"{kind} is no text", wanted=what, got=got)
     _require_short(kind, text)
+    checked_text(text, kind)
     rules = len(_RULE.findall(text)) if kind == "grammar" else 0
     if rules > MOST_RULES:
         raise RequestError(
@@ -90,7 +93,7 @@ def _schema_text(value: Any) -> str:
         )
     _require_short("schema", value)
     try:
-        schema = parse_object(value.encode("utf-8", "surrogatepass"), "schema")
+        schema = parse_object(checked_text(value, "schema").encode(), "schema")
     except FormatError as error:
         raise RequestError(error) from error
     return json.dumps(check_schema(schema), ensure_ascii=False)

@@ -13,10 +13,9 @@ from typing import Any, Literal, TypedDict, cast, get_args
 import torch
 from torch import Tensor
 
-from everystep.api.chat_defaults import chat_defaults_of
 from everystep.api.model import LanguageModel
 from everystep.cache.formats import CacheDtype
-from everystep.config import GenerationConfig
+from everystep.config import GenerationConfig, chat_defaults_of
 from everystep.config.kinds import one_of
 from everystep.errors import FormatError, MissingFileError, RequestError, shown
 from everystep.executors.choice import ExecutorName, holds_panels, slow_path

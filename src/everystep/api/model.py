@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack, final
 import torch
 from torch import Tensor, nn
 
-from everystep.api.chat_defaults import ChatDefaults
 from everystep.api.forward import forward
 from everystep.api.saving import Folder, Merged, Saving
 from everystep.api.subjects import Holder, OwnSubject, WrappedSubject
@@ -50,8 +49,6 @@ class LanguageModel(Subject):
     Generating changes nothing in it: calls from several threads do not disturb each other, and an
     interrupted call leaves no row.
     """
-
-    chat_defaults = ChatDefaults()
 
     def __init__(
         self,

@@ -104,8 +104,7 @@ class Conversation:
         messages = [*self.messages(), question]
         # Every answer has draws of its own, also the second one to a question.
         seed = None if self.seed is None else self.seed + self.asked
-        own = self.model.generation_config
-        settings = self.model.chat_defaults.completed(self.settings, own)
+        settings = self.settings
         settings["max_new_tokens"] = self._room(messages, settings["max_new_tokens"])
         stream = es.stream(self.model, self.tokenizer, messages, seed=seed, **settings)
         self.asked += 1

@@ -241,10 +241,13 @@ def _most_new(
     transformers.
 
     `max_new_tokens` wins over `max_length`; without either, as many as the context leaves, at most
-    the default or what the allowed sequences need.
+    the default, that of a chat, or what the allowed sequences need.
     """
     if e.max_new_tokens is not None:
-        return int(e.max_new_tokens)
+        new = int(e.max_new_tokens)
+        if context is None or e.sources["max_new_tokens"] != "chat":
+            return new
+        return min(new, max(1, context - inputs.prompt_width))
     prompt = inputs.prompt_width
     default = max((one.longest + 1 for one in allowed), default=DEFAULT_NEW)
     if e.source("max_length") != "default" and e.max_length is not None:

@@ -113,7 +113,7 @@ class Rules:
         )
 
     def require_room(self, model: Subject, length: int) -> None:
-        """Raise CapacityError where so many ids after the prompt fill the model's context."""
+        """Raise OversizeError where so many ids after the prompt fill the model's context."""
         require_unfilled(self.first.prompt.length + length, model.context)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from torch import nn
 
@@ -56,7 +56,7 @@ def chat(
     *,
     stream: bool = False,
     seed: int | None = None,
-    **options: Any,  # the overloads say which
+    **options: Unpack[TextOptions],
 ) -> str | Stream[Event]:
     """Return the answer to a conversation, of up to 512 new tokens unless `options` say more.
 
@@ -92,6 +92,5 @@ def chat(
             do="Pass one conversation; for several, or for ids, call es.generate",
         )
     if stream:
-        unasked = {name: one for name, one in options.items() if name not in _SEVERAL}
-        return stream_of(model, tokenizer, turns, seed=seed, **unasked)
+        return stream_of(model, tokenizer, turns, seed=seed, **options)
     return str(generate(model, tokenizer, turns, seed=seed, **options))

@@ -170,6 +170,13 @@ def test_a_saved_run_samples_on_whatever_the_defaults_are_now(tmp_path: Path) ->
     assert changed.result().text == greedy
 
 
+def test_a_picture_by_its_address_is_not_fetched() -> None:
+    part = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
+    said = [{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}]
+    with pytest.raises(RequestError, match="pictures are not fetched"):
+        es.generate(MODEL, TOKENIZER, said)
+
+
 def test_a_chat_goes_no_further_than_the_context() -> None:
     options = {"eos_token_id": None, "do_sample": False, "return_dict_in_generate": True}
     context = MODEL.context

@@ -365,7 +365,7 @@ def paired(model: object, tokenizer: object) -> LanguageModel:
     if not isinstance(model, LanguageModel):
         swapped = isinstance(tokenizer, LanguageModel | nn.Module)
         raise ModelClassError(
-            "model and tokenizer are in each other's place" if swapped else "this is no model",
+            "model and tokenizer are swapped" if swapped else "this is no model",
             wanted="the model first, then its tokenizer",
             got=f"{type(model).__name__} first",
             do="Call es.load, which returns (model, tokenizer), and pass them in that order",

@@ -135,9 +135,10 @@ def _require_content(prompt: Mapping[str, object], contents: Sequence[str]) -> N
         return
     of_ids = "text, messages, input_ids, inputs_embeds, or both of the latter"
     raise RequestError(
-        "a prompt has not one content",
+        "a prompt needs exactly one content, of a kind that the model reads",
         wanted=of_ids if contents is CONTENTS else f"a mapping with {contents[0]}",
         got=", ".join(sorted(passed)) or "none of them",
+        do=None if contents is CONTENTS else f"Pass the prompt as {{{contents[0]!r}: ...}}",
     )
 
 
@@ -176,6 +177,8 @@ def _read_text(
     tokenizer: TokenizerLike | None, prompt: object, starts_answer: bool, prefix: Prefix | None
 ) -> dict[str, object]:
     """Return the ids of a text, of messages or of ids, (1, n), and the pictures of messages."""
+    if is_messages(prompt):
+        _refuse_addresses(prompt)
     if not is_messages(prompt) or not has_pictures(prompt):
         return {"input_ids": _ids(tokenizer, prompt, starts_answer, prefix)[None]}
     if not isinstance(tokenizer, PictureTokenizer) or prefix is not None:
@@ -189,6 +192,19 @@ def _read_text(
         list(prompt), add_generation_prompt=starts_answer, return_tensors="pt"
     )
     return dict(encoding)
+
+
+def _refuse_addresses(messages: Messages) -> None:
+    """Refuse the form in which OpenAI's interface names pictures by their address."""
+    contents = (turn.get("content") for turn in messages if isinstance(turn, Mapping))
+    for part in (part for parts in contents if isinstance(parts, list | tuple) for part in parts):
+        if isinstance(part, Mapping) and part.get("type") == "image_url":
+            raise RequestError(
+                "pictures are not fetched from addresses",
+                wanted="{'type': 'image', 'image': ...} with a picture that is open",
+                got="a part of the type image_url",
+                do="Open the picture, that of a data: URL from its bytes, and pass it so",
+            )
 
 
 def _ids(

@@ -19,7 +19,13 @@ import typer
 
 from everystep.cli.terminal import harmless, is_terminal, note
 from everystep.config.foreign_names import COMMANDS, OPTIONS, SAME
-from everystep.errors import EverystepError, InvariantError, RequestError, UnsupportedError
+from everystep.errors import (
+    CapacityError,
+    EverystepError,
+    InvariantError,
+    RequestError,
+    UnsupportedError,
+)
 from everystep.files.sources import SourceSettings
 
 # Releases of typer differ in which module defines click's exceptions, so the base of all that a
@@ -70,7 +76,7 @@ def _reading(error: Exception) -> tuple[int, str, str]:
         hint = f"`{context.command_path} --help` shows what there is." if context else ""
         text = _sentence(error.format_message())
         return error.exit_code, text, _foreign(getattr(error, "option_name", ""), text) or hint
-    if isinstance(error, RequestError) and not isinstance(error, UnsupportedError):
+    if isinstance(error, RequestError) and not isinstance(error, UnsupportedError | CapacityError):
         return _USAGE, str(error), ""
     if isinstance(error, EverystepError) and not isinstance(error, InvariantError):
         return _FAILURE, str(error), ""

@@ -2,7 +2,7 @@
 
 Without a compiler the package is built all the same, and runs on torch operators. With
 EVERYSTEP_KERNELS=none nothing is compiled: the wheel is for every platform, and
-`python -m everystep.executors.native.build` compiles the kernels where it is installed.
+`python -m everystep.executors.native` compiles the kernels where it is installed.
 """
 
 from __future__ import annotations

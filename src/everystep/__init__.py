@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from everystep.cache.layers import DynamicLayer as DynamicLayer
     from everystep.cache.layers import StaticLayer as StaticLayer
     from everystep.cache.layers import StaticSlidingWindowLayer as StaticSlidingWindowLayer
+    from everystep.config import ChatDefaults as ChatDefaults
     from everystep.config import CompileConfig as CompileConfig
     from everystep.config import GenerationConfig as GenerationConfig
     from everystep.config import GenerationMode as GenerationMode
@@ -214,7 +215,7 @@ _NAMES = {
     """,
     "cache.layers": "DynamicLayer StaticLayer StaticSlidingWindowLayer",
     "config": """
-        CompileConfig GenerationConfig GenerationMode SynthIDTextWatermarkingConfig
+        ChatDefaults CompileConfig GenerationConfig GenerationMode SynthIDTextWatermarkingConfig
         WatermarkingConfig
     """,
     "draws": "set_seed",

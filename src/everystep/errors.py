@@ -91,7 +91,11 @@ class TokenizerError(EverystepError, ValueError):
 
 
 class CapacityError(EverystepError, RuntimeError):
-    """There are not enough rows, positions or memory."""
+    """There are not enough rows, positions or memory at the moment."""
+
+
+class OversizeError(CapacityError, RequestError):
+    """A request that never fits, however long one waits."""
 
 
 class InvariantError(EverystepError, AssertionError):

@@ -13,7 +13,7 @@ import torch
 import everystep as es
 from everystep.api.model import LanguageModel
 from everystep.engine import audit
-from everystep.errors import CapacityError, RequestError, UnknownArgumentError
+from everystep.errors import CapacityError, OversizeError, RequestError, UnknownArgumentError
 from tests.api.asking import (
     LONG,
     OPTIONS,
@@ -251,11 +251,11 @@ def test_errors_of_a_prompt_are_its_own(model: LanguageModel) -> None:
             assert last[-1].kind == "error"
             assert isinstance(last[-1].matched, ZeroDivisionError)
             too_long = list(range(5, 45)) * 10
-            with pytest.raises(CapacityError, match="fills the model's context"):
+            with pytest.raises(OversizeError, match="fills the model's context"):
                 await engine.generate(too_long)
-            with pytest.raises(CapacityError, match="fills the model's context"):
+            with pytest.raises(OversizeError, match="fills the model's context"):
                 await read(engine.stream(too_long))
-            with pytest.raises(CapacityError, match="more rows than there are"):
+            with pytest.raises(OversizeError, match="more rows than there are"):
                 await engine.generate("wide", num_beams=40)
             with pytest.raises(RequestError, match="a prompt is empty"):
                 await engine.generate("")

@@ -184,7 +184,7 @@ def test_prompt_logprobs_need_one_id_per_position() -> None:
 
 
 WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "neither": ({"attention_mask": [1]}, {}, RequestError, "not one content; .*none of them"),
+    "neither": ({"attention_mask": [1]}, {}, RequestError, "exactly one content.*none of them"),
     "text and ids": ({"text": "a", "input_ids": [5]}, {}, RequestError, "got input_ids, text"),
     "text and embeddings": ({"text": "a", "inputs_embeds": SOFT[0]}, {}, RequestError, "content"),
     "several rows": ({"inputs_embeds": SOFT}, {}, RequestError, "several rows"),

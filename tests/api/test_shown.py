@@ -69,12 +69,14 @@ def test_streams_runs_scores_and_prefixes_are_short_lines() -> None:
     list(stream)
     assert repr(stream) == "Stream(2 prompts, 0 under way, 0 waiting)"
     run = es.open(MODEL, TOKENIZER, "a", max_new_tokens=3, eos_token_id=None)
-    next(run)
+    assert "_sight" not in repr(next(run))
     assert repr(run) == "Run(1 tokens, 0 of them given, open)"
     run.send([7])
     assert "1 of them given" in repr(run)
     score = es.score(MODEL, TOKENIZER, "abc")
     assert repr(score) == f"Score(2 tokens, 3 bytes, perplexity {score.perplexity:.4g})"
+    table = es.score(MODEL, TOKENIZER, "abc", best=1)._repr_html_()
+    assert "its text" in table and ">b</td>" in table and ">c</td>" in table
     assert repr(es.prefill(MODEL, TOKENIZER, "abc")).startswith("Prefix(3 positions, ")
 
 
@@ -94,6 +96,12 @@ def test_an_engine_and_its_streams_are_short_lines() -> None:
 @pytest.mark.parametrize(("number", "said"), [(7, "7B"), (36_000, "36kB"), (144_000_000, "144MB")])
 def test_large_numbers_are_short(number: int, said: str) -> None:
     assert counted(number, "B") == said
+
+
+def test_a_score_is_shown_where_a_strategy_gives_one() -> None:
+    asked = {"max_new_tokens": 2, "return_dict_in_generate": True}
+    assert "score" not in repr(es.generate(MODEL, TOKENIZER, "a", **asked))
+    assert "score=-" in repr(es.generate(MODEL, TOKENIZER, "a", num_beams=2, **asked))
 
 
 def test_tables_escape_what_they_show() -> None:
@@ -152,7 +160,7 @@ def test_a_type_given_as_text_is_shown_as_text() -> None:
 
 @pytest.mark.parametrize("call", [es.generate, es.stream, es.open, es.score])
 def test_a_swapped_pair_is_said_to_be_swapped(call: Any) -> None:
-    with pytest.raises(EverystepError, match="in each other's place"):
+    with pytest.raises(EverystepError, match="are swapped"):
         call(TOKENIZER, MODEL, "x")
 
 

@@ -10,7 +10,7 @@ import torch
 import everystep as es
 from everystep.api.model import LanguageModel
 from everystep.config import GenerationConfig
-from everystep.errors import CapacityError, EverystepError, ModelClassError, RequestError
+from everystep.errors import EverystepError, ModelClassError, OversizeError, RequestError
 from everystep.errors import UnsupportedError as Absent
 from everystep.models import Model
 from everystep.testing.models import tiny_llama
@@ -91,7 +91,7 @@ def test_a_refused_call_leaves_the_model_usable(model: LanguageModel) -> None:
 @pytest.mark.parametrize("ask", [es.generate, es.stream])
 def test_a_prompt_longer_than_the_context_is_refused(ask: Any) -> None:
     short = tiny_llama(max_position_embeddings=8, vocab_size=320)
-    with pytest.raises(CapacityError, match=r"fewer than 8 tokens; got 8. Shorten the prompt"):
+    with pytest.raises(OversizeError, match=r"fewer than 8 tokens; got 8. Shorten the prompt"):
         ask(short, TOKENIZER, [5] * 8, max_new_tokens=3)
     assert es.generate(short, TOKENIZER, [5] * 7, max_new_tokens=1) is not None
 

@@ -10,11 +10,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import everystep as es
-from everystep.api.chat_defaults import ChatDefaults
+from everystep.config.chat_defaults import ChatDefaults
 
 
 class FakeFinish(NamedTuple):
@@ -61,7 +60,7 @@ class Stage:
             progress(*fetch)
         if self.load_failure is not None:
             raise self.load_failure
-        settings = SimpleNamespace(do_sample=self.do_sample)
+        settings = es.GenerationConfig(do_sample=self.do_sample)
         model = FakeModel(self.context, settings, self.chat_defaults)
         return model, FakeTokenizer(self.chat_template)
 
@@ -84,7 +83,7 @@ class FakeModel:
     cache_dtype: ClassVar = "float32"
 
     context: int | None
-    generation_config: SimpleNamespace
+    generation_config: es.GenerationConfig
     chat_defaults: ChatDefaults
 
 

@@ -115,7 +115,9 @@ class Terminal:
             data = os.read(self.master, 4096) if ready else b""
         except OSError:  # Linux's way of saying that nobody holds the other end any more
             data = b""
-        self.shown += data.decode(errors="replace")
+        # Without what readline says to have the terminal mark what is pasted.
+        self.shown = (self.shown + data.decode(errors="replace")).replace("\x1b[?2004h", "")
+        self.shown = self.shown.replace("\x1b[?2004l\r", "")
         return bool(data)
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from everystep.api.chat_defaults import ChatDefaults
 from everystep.cli.conversation import Conversation
 from everystep.cli.slash import obey
+from everystep.config.chat_defaults import ChatDefaults
 from everystep.errors import EverystepError, FormatError, RequestError
 from tests.cli.fakes import Stage
 from tests.cli.running import Caller
@@ -169,10 +169,13 @@ def test_a_chat_is_drawn_where_neither_the_line_nor_the_model_says(
     stage: Stage, call: Caller
 ) -> None:
     stage.chat_defaults = ChatDefaults("Be brief.")
-    call("chat", given=b"a\n/set temperature 0\nb\n")
+    said = call("chat", given=b"a\n/set\n/set temperature 0\nb\n")
     (first, drawn), (_, greedy) = stage.streams
     assert first == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}]
-    assert (drawn["do_sample"], drawn["temperature"], drawn["top_p"]) == (True, 0.7, 0.9)
+    # What es.stream draws for messages is tested there: the line says nothing.
+    assert "do_sample" not in drawn and "top_p" not in drawn
+    assert "temperature 0.7, as in every chat\n" in said.err
+    assert "seed as the model says" in said.err
     assert greedy["do_sample"] is False and "top_p" not in greedy
 
 

@@ -70,8 +70,8 @@ def test_a_missing_extra_has_its_command(call: Caller, monkeypatch: Patch) -> No
     ("status", "compiler", "verdict", "part"),
     [
         (Status("avx2"), None, "ok", ""),
-        (Status("plain"), None, "note", "Run python -m everystep.executors.native.build"),
-        (Status(None, "why"), "g++", "problem", "Run python -m everystep.executors.native.build"),
+        (Status("plain"), None, "note", "Run python -m everystep.executors.native"),
+        (Status(None, "why"), "g++", "problem", "Run python -m everystep.executors.native"),
         (Status(None, "why"), None, "problem", "Install a C++ compiler"),
     ],
 )

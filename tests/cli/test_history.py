@@ -56,3 +56,18 @@ def test_a_history_that_is_damaged_is_no_end_of_a_chat(
     file.mkdir()
     shown = talk(tmp_path, "hello").shown
     assert "cannot be read" in shown and "cannot be kept" in shown
+
+
+@pytest.mark.skipif("libedit" in (lines.readline.__doc__ or ""), reason="libedit marks no pastes")
+def test_a_pasted_text_of_several_lines_is_one_message(tmp_path: Path) -> None:
+    pasted = "/first line\rsecond line\\\rthird"
+    with on_terminal(program("chat"), XDG_CACHE_HOME=str(tmp_path)) as terminal:
+        terminal.until("> ")
+        terminal.type(f"\x1b[200~{pasted}\x1b[201~")
+        terminal.until("third")
+        terminal.type("\n")
+        # The fake model answers with what it was asked.
+        terminal.until("/first line\r\nsecond line\\\r\nthird\r\n")
+        assert terminal.until("> ", count=2).count("> ") == 2
+        terminal.type("\x04")
+        assert terminal.end() == 0

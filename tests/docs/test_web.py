@@ -125,6 +125,19 @@ def test_a_full_engine_is_503() -> None:
     runs(main())
 
 
+def test_a_prompt_that_never_fits_is_413_and_not_worth_another_try() -> None:
+    async def main() -> None:
+        async with es.AsyncEngine(MODEL, TOKENIZER, max_rows=2) as engine:
+            long = b"a question " * 400
+            sent = await visit(application(engine, **LONG), long)
+            assert sent[0]["status"] == 413 and "fills the model's context" in text_of(sent)
+            wide = await visit(application(engine, num_beams=3, max_new_tokens=2), b"wide")
+            assert wide[0]["status"] == 413 and "more rows than there are" in text_of(wide)
+            await require_nothing_left(engine)
+
+    runs(main())
+
+
 @pytest.mark.parametrize("version", ["2.3", "2.4"])
 def test_with_fastapi_answers_stream_and_a_client_that_leaves_frees_its_rows(
     framework: dict[str, Any], version: str

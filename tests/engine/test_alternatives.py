@@ -13,7 +13,7 @@ from torch import Tensor
 import everystep as es
 from everystep.api.model import LanguageModel
 from everystep.engine import Continuous, DraftModel, Engine, Lockstep, PromptLookup, audit
-from everystep.errors import CapacityError, RequestError
+from everystep.errors import OversizeError, RequestError
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Greedy, Sample
@@ -95,7 +95,7 @@ def test_rows_are_counted() -> None:
     assert found.alternatives > 5
     engine = Engine(HashExecutor(30, max_rows=9), Continuous(64, 8))
     drafter = DraftModel(partial(HesitantExecutor, 30), 3, alternatives=2)
-    with pytest.raises(CapacityError, match="num_drafts"):
+    with pytest.raises(OversizeError, match="num_drafts"):
         engine.submit(request("b", Sample(3), Prompt(ids(2, 4) % 30), drafter=drafter))
 
 

@@ -14,7 +14,7 @@ from everystep.draws import SeededDraws
 from everystep.engine import Continuous, Engine, Guidance, Lockstep, Reuse, audit
 from everystep.engine.feed import Grant
 from everystep.engine.schedule import Join, Preempt
-from everystep.errors import CapacityError
+from everystep.errors import OversizeError
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Beam, Greedy, Sample
 from everystep.testing.hash_model import HashExecutor
@@ -176,9 +176,9 @@ def test_after_a_preemption_only_what_is_shared_is_reserved() -> None:
 
 def test_what_needs_more_than_there_is_is_refused() -> None:
     run = running(Continuous(token_budget=7, max_rows=9), [])
-    with pytest.raises(CapacityError, match="token_budget"):
+    with pytest.raises(OversizeError, match="token_budget"):
         run.submit(request("wide", Sample(8)))
-    with pytest.raises(CapacityError, match="max_rows"):
+    with pytest.raises(OversizeError, match="max_rows"):
         run.submit(request("wider", Sample(10)))
     run.submit(request("fits", Sample(7), new=4))
 

@@ -53,7 +53,7 @@ def test_without_kernels_it_says_how_to_get_them(
     finally:
         library.status.cache_clear()
     assert text.startswith("tiny runs on torch operators, several times slower")
-    assert "python -m everystep.executors.native.build" in text
+    assert "python -m everystep.executors.native" in text
 
 
 @pytest.mark.native

@@ -270,7 +270,7 @@ WRONG: dict[str, tuple[Callable[[PictureTokenizer], Any], str]] = {
     ),
     "an image that is not there": (
         lambda t: t.apply_chat_template(messages({"type": "image"})),
-        "not there",
+        "announces an image and holds none",
     ),
 }
 

@@ -66,6 +66,8 @@ def streams(model: es.LanguageModel, tokenizer: es.Tokenizer) -> None:
     with es.stream(model, tokenizer, ["a", "b"], cache_salt="mine") as stream:
         list(stream)
         print(stream.results()[0][0].text)
+    for event in es.chat(model, tokenizer, "Hi", stream=True, max_new_tokens=9):
+        print(event.text)
 
 
 def runs(model: es.LanguageModel, tokenizer: es.Tokenizer) -> None:

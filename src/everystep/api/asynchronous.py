@@ -128,7 +128,7 @@ class AsyncEngine:
         session, since = self._session, moment()
 
         def asked() -> Options:
-            options = session.asked(given, since)
+            options = session.asked(prompt, given, since)
             if most is None:
                 require_output_object(options.recording, options.effective)
             return options

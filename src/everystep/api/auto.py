@@ -15,6 +15,7 @@ import torch
 
 from everystep.api.load import Source, load_model
 from everystep.api.model import LanguageModel
+from everystep.config.foreign_names import ADVICE
 from everystep.errors import (
     ModelClassError,
     RequestError,
@@ -71,11 +72,12 @@ def _check(
     """Refuse what would be dropped: an unknown name, or a value that asks for more."""
     for name, value in given.items():
         if name not in harmless:
-            near = nearest(name, (*harmless, *named, *_HUB))
+            told = ADVICE.get(name)
+            near = None if told else nearest(name, (*harmless, *named, *_HUB))
             raise UnknownArgumentError(
                 f"from_pretrained() knows no argument {name!r}",
                 wanted=f"perhaps {near!r}" if near else None,
-                do=f"Leave {name} out" if near is None else None,
+                do=told or (f"Leave {name} out" if near is None else None),
             )
         if value not in harmless[name]:
             wanted = " or ".join(map(repr, harmless[name]))

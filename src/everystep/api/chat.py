@@ -1,17 +1,21 @@
-"""`es.chat`: the answer to a conversation."""
+"""`es.chat`: the answer to a conversation, whole or as it comes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from torch import nn
 
 from everystep.api.many import generate
+from everystep.api.many import stream as stream_of
 from everystep.api.model import LanguageModel, paired
+from everystep.config.kinds import FLAG
+from everystep.drivers.stream import Stream
 from everystep.errors import RequestError, shown
 from everystep.requests.door import lists_options
 from everystep.requests.prompts import Messages, TokenizerLike, is_messages
+from everystep.types import Event
 
 if TYPE_CHECKING:
     from everystep.requests.keywords import TextOptions
@@ -20,28 +24,57 @@ _SEVERAL = ("num_return_sequences", "return_dict_in_generate", "options", "on_er
 """Keywords of `generate` that lead to something else than one text."""
 
 
+@overload
+def chat(
+    model: LanguageModel | nn.Module,
+    tokenizer: TokenizerLike,
+    messages: str | Mapping[str, object] | Messages,
+    *,
+    stream: Literal[False] = False,
+    seed: int | None = None,
+    **options: Unpack[TextOptions],
+) -> str: ...
+
+
+@overload
+def chat(
+    model: LanguageModel | nn.Module,
+    tokenizer: TokenizerLike,
+    messages: str | Mapping[str, object] | Messages,
+    *,
+    stream: Literal[True],
+    seed: int | None = None,
+    **options: Unpack[TextOptions],
+) -> Stream[Event]: ...
+
+
 @lists_options("texts")
 def chat(
     model: LanguageModel | nn.Module,
     tokenizer: TokenizerLike,
     messages: str | Mapping[str, object] | Messages,
     *,
+    stream: bool = False,
     seed: int | None = None,
     **options: Unpack[TextOptions],
-) -> str:
+) -> str | Stream[Event]:
     """Return the answer to a conversation, of up to 512 new tokens unless `options` say more.
 
     `messages`: what the user says, one message, or all of them in turn. Whatever its form, it goes
     through the chat template. Where neither the options nor the model's generation config say how
     tokens are chosen, they are drawn at temperature 0.7 from the best of mass 0.9; the default
     model answers greedily, and its conversations begin with a system message
-    (`model.chat_defaults`). `seed`: as for `generate`.
+    (`model.chat_defaults`). Messages get the same answer from `es.generate` and every other call.
+    `stream`: the events of the answer are returned, as by `es.stream`. `seed`: as for `generate`.
 
     Example:
 
         >>> answer = es.chat(model, tokenizer, "Name a colour.", max_new_tokens=8)
+        >>> for event in es.chat(model, tokenizer, "Name two.", max_new_tokens=8, stream=True):
+        ...     text = event.text
     """
     model = paired(model, tokenizer)
+    FLAG.checked(stream, "stream")
     config = options.get("generation_config")
     asked = {name: options.get(name, getattr(config, name, None)) for name in _SEVERAL}
     neutral = {"num_return_sequences": 1, "return_dict_in_generate": False, "on_error": "raise"}
@@ -58,5 +91,6 @@ def chat(
             got=shown(messages)[:80],
             do="Pass one conversation; for several, or for ids, call es.generate",
         )
-    completed = model.chat_defaults.completed(options, model.generation_config)
-    return str(generate(model, tokenizer, model.chat_defaults.begun(turns), seed=seed, **completed))
+    if stream:
+        return stream_of(model, tokenizer, turns, seed=seed, **options)
+    return str(generate(model, tokenizer, turns, seed=seed, **options))

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast, get_args
+from typing import Any, Literal, Never, TypedDict, cast, get_args
 
 import torch
 from torch import Tensor
 
-from everystep.api.chat_defaults import chat_defaults_of
 from everystep.api.model import LanguageModel
 from everystep.cache.formats import CacheDtype
-from everystep.config import GenerationConfig
+from everystep.config import GenerationConfig, chat_defaults_of
+from everystep.config.foreign_names import ADVICE, WEIGHTS
 from everystep.config.kinds import one_of
-from everystep.errors import FormatError, MissingFileError, RequestError, shown
+from everystep.errors import (
+    FormatError,
+    MissingFileError,
+    RequestError,
+    UnknownArgumentError,
+    nearest,
+    shown,
+)
 from everystep.executors.choice import ExecutorName, holds_panels, slow_path
 from everystep.executors.process import loading
 from everystep.files.gguf import GgufFile, read_gguf
@@ -63,6 +71,7 @@ def load(
     executor: ExecutorName = "auto",
     offline: bool = False,
     progress: Progress | None = None,
+    **unknown: Never,
 ) -> tuple[LanguageModel, Tokenizer]:
     """Return the model and tokenizer that `path` stands for: a name, a folder, a file or a hub id.
 
@@ -81,6 +90,7 @@ def load(
 
         >>> model, tokenizer = es.load(folder / "model")
     """
+    _refuse_unknown("load", unknown)
     choices = _Choices(dtype, quantize, cache_dtype, usable_device(device), executor)
     local = resolve_source(path, offline=offline, progress=progress)
     if local.is_dir():
@@ -125,6 +135,7 @@ def load_model(
     executor: ExecutorName = "auto",
     offline: bool = False,
     progress: Progress | None = None,
+    **unknown: Never,
 ) -> LanguageModel:
     """Return the model that `path` stands for, without a tokenizer.
 
@@ -134,6 +145,7 @@ def load_model(
 
         >>> model = es.load_model(folder / "model", dtype=torch.float32)
     """
+    _refuse_unknown("load_model", unknown)
     choices = _Choices(dtype, quantize, cache_dtype, usable_device(device), executor)
     local = resolve_source(path, offline=offline, progress=progress)
     if local.is_dir():
@@ -212,7 +224,26 @@ class _Choices:
             if not one_of(*known).accepts(value):
                 *most, last = map(repr, known)
                 wanted = f"{', '.join(most)} or {last}"
-                raise RequestError(wrong, wanted=wanted, got=shown(value), do=f"Leave {name} out")
+                do = _advice_on(value) if name == "quantize" else f"Leave {name} out"
+                raise RequestError(wrong, wanted=wanted, got=shown(value), do=do)
+
+
+def _advice_on(way: object) -> str:
+    """Return what to do instead of quantising in a way that there is not."""
+    name = way.lower() if isinstance(way, str) else ""
+    if re.fullmatch(r"(i?q[2-8]_|mxfp4|bf?16|f(p)?16|f32).*", name):
+        return f"Write a GGUF file with es.quantize, or load one that is of {name.upper()} already"
+    near = WEIGHTS.get(name, "int4")
+    return f"Pass quantize={near!r}, or leave quantize out"
+
+
+def _refuse_unknown(call: str, unknown: Mapping[str, object]) -> None:
+    """Refuse keywords that loading does not have, with what other libraries' names stand for."""
+    for name in unknown:
+        near = nearest(name, LoadOptions.__annotations__)
+        usual = f"Leave {name} out" if near is None else f"Perhaps you meant {near}"
+        do = ADVICE.get(name, usual)
+        raise UnknownArgumentError(f"{call}() knows no argument {name!r}", do=do)
 
 
 @loading()

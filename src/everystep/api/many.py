@@ -117,8 +117,8 @@ def generate(
 ) -> Any:
     """Return the continuation of one prompt, or of each of many.
 
-    A prompt is a text, a list of ids, or a list of messages (which goes through the chat template).
-    One gives a text; several give a list in their order, a few dozen in memory at once. `options`:
+    A prompt is a text, a list of ids, or a list of messages, which is answered as by `es.chat`. One
+    gives a text; several give a list in their order, a few dozen in memory at once. `options`:
     for each prompt a mapping or a `GenerationConfig` of what holds for it instead of the keywords.
     `seed`: one integer, from which each prompt gets its own, or one per prompt of a list; a
     prompt's tokens do not depend on the others. With `num_return_sequences` above 1 a prompt gives
@@ -205,9 +205,9 @@ def stream(
 ) -> Stream[Event | BeamEvent]:
     """Return the events of a text, of messages, or of a list of either, token by token.
 
-    `options`, `seed`: as for `generate`. `beam_events`: the live beams of every step are shown
-    too, as `BeamEvent`. A prompt that fails while it runs has its error as the reason of its last
-    event; the others go on.
+    Messages are answered as by `es.chat`. `options`, `seed`: as for `generate`. `beam_events`: the
+    live beams of every step are shown too, as `BeamEvent`. A prompt that fails while it runs has
+    its error as the reason of its last event; the others go on.
 
     Example:
 

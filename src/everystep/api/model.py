@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack, final
 import torch
 from torch import Tensor, nn
 
-from everystep.api.chat_defaults import ChatDefaults
 from everystep.api.forward import forward
 from everystep.api.saving import Folder, Merged, Saving
 from everystep.api.subjects import Holder, OwnSubject, WrappedSubject
@@ -51,8 +50,6 @@ class LanguageModel(LoopMethods, Subject):
     Generating changes nothing in it: calls from several threads do not disturb each other, and an
     interrupted call leaves no row.
     """
-
-    chat_defaults = ChatDefaults()
 
     def __init__(
         self,
@@ -369,7 +366,7 @@ def paired(model: object, tokenizer: object) -> LanguageModel:
     if not isinstance(model, LanguageModel):
         swapped = isinstance(tokenizer, LanguageModel | nn.Module)
         raise ModelClassError(
-            "model and tokenizer are in each other's place" if swapped else "this is no model",
+            "model and tokenizer are swapped" if swapped else "this is no model",
             wanted="the model first, then its tokenizer",
             got=f"{type(model).__name__} first",
             do="Call es.load, which returns (model, tokenizer), and pass them in that order",

@@ -12,7 +12,7 @@ from everystep.api.model import LanguageModel, paired
 from everystep.errors import RequestError
 from everystep.files.opening import as_path
 from everystep.requests.door import lists_options
-from everystep.requests.prompts import PromptLike, TokenizerLike
+from everystep.requests.prompts import PromptLike, TokenizerLike, messages_of
 from everystep.runs.hands import Asked
 from everystep.runs.run import Run
 from everystep.runs.saved import read_run
@@ -45,7 +45,9 @@ def open(
     if prompt is None:
         raise RequestError("there is no prompt to open a run with", do="Pass a text or ids")
     model = paired(model, tokenizer)
-    asked = Asked(options, int(torch.randint(2**62, ()).item()) if seed is None else seed)
+    seed = int(torch.randint(2**62, ()).item()) if seed is None else seed
+    chat = None if messages_of(prompt) is None else model.chat_defaults
+    asked = Asked(options, seed, chat)
     return Run.begun(model, tokenizer, prompt, asked)
 
 

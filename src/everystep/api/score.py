@@ -49,6 +49,7 @@ class Score:
     `tokens`: (n,) the ids that were scored. `logprobs`: (n,) float32, the natural logarithm of each
     one's probability after all that stands before it. `top_tokens`, `top_logprobs`: (n, k) the k
     best of each place, best first. `nbytes`: the length of the text in UTF-8, None for ids.
+    `tokenizer`: what the table spells ids with, if there is one.
     """
 
     tokens: Tensor
@@ -56,6 +57,7 @@ class Score:
     top_tokens: Tensor
     top_logprobs: Tensor
     nbytes: int | None = None
+    tokenizer: TokenizerLike | None = None
 
     def __repr__(self) -> str:
         beside = "" if self.nbytes is None else f", {self.nbytes} bytes"
@@ -65,12 +67,19 @@ class Score:
         width = self.top_tokens.shape[1] if self.top_tokens.dim() > 1 else 0
         ids = zip(self.tokens.tolist(), self.logprobs.tolist(), strict=True)
         tops = zip(self.top_tokens[:, :1].tolist(), self.top_logprobs[:, :1].tolist(), strict=True)
-        best = ("best id", "its log-probability") if width else ()
+        best = ("best id", "its text", "its log-probability") if width else ()
         rows = (
-            (place, *own, *(one for part in top for one in part))
-            for place, (own, top) in enumerate(zip(ids, tops, strict=True))
+            (place, token, self._spell(token), known, *self._best(*top))
+            for place, ((token, known), top) in enumerate(zip(ids, tops, strict=True))
         )
-        return table(("place", "id", "log-probability", *best), rows, repr(self))
+        return table(("place", "id", "text", "log-probability", *best), rows, repr(self))
+
+    def _best(self, tokens: list[int], known: list[float]) -> tuple[object, ...]:
+        """Return the cells about the best token of a place, none where no best ones were kept."""
+        return (tokens[0], self._spell(tokens[0]), known[0]) if tokens else ()
+
+    def _spell(self, token: int) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode([token])
 
     @property
     def total(self) -> float:
@@ -156,7 +165,7 @@ def score(
             found[one.row].append(known)
             advance()
     sizes = [len(one.encode("utf-8", "replace")) if isinstance(one, str) else None for one in rows]
-    scores = [_joined(parts, size) for parts, size in zip(found, sizes, strict=True)]
+    scores = [_joined(parts, size, tokenizer) for parts, size in zip(found, sizes, strict=True)]
     return scores[0] if single else scores
 
 
@@ -304,7 +313,9 @@ def _parts(known: TokenLogprobs) -> tuple[Tensor, ...]:
     return known.tokens, known.logprobs, known.top_tokens, known.top_logprobs
 
 
-def _joined(parts: Sequence[tuple[Tensor, ...]], nbytes: int | None) -> Score:
+def _joined(
+    parts: Sequence[tuple[Tensor, ...]], nbytes: int | None, tokenizer: TokenizerLike | None
+) -> Score:
     """Return the score of a row, whose windows have these parts."""
     tokens, logprobs, top_tokens, top_logprobs = map(torch.cat, zip(*parts, strict=True))
-    return Score(tokens, logprobs, top_tokens, top_logprobs, nbytes)
+    return Score(tokens, logprobs, top_tokens, top_logprobs, nbytes, tokenizer)

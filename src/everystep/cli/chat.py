@@ -53,9 +53,8 @@ def chat(
     offline = offline or context.obj
     loaded, tokenizer = load(model, dtype, quantize, cache_dtype, device, offline)
     require_template(tokenizer, "a chat")
-    defaults = loaded.chat_defaults
-    o.note_seed(loaded, defaults.completed(decoding, loaded.generation_config), seed)
-    system = defaults.system if system is None else system
+    o.note_seed(loaded, decoding, seed, in_chat=True)
+    system = loaded.chat_defaults.system if system is None else system
     conversation = Conversation(loaded, tokenizer, o.keywords(said), seed, system)
     if text is not None:
         conversation.ask(text)

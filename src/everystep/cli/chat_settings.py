@@ -8,6 +8,7 @@ from typing import Any
 
 from everystep.cli.command_options import judged, keyword_of, kind_of
 from everystep.cli.conversation import USUAL_LENGTH, Conversation
+from everystep.config import FIELDS, merge_configs
 from everystep.errors import RequestError, nearest, shown
 
 
@@ -74,9 +75,16 @@ def _read(name: str, text: str) -> Any:
 
 def shown_settings(conversation: Conversation, name: str = "") -> list[str]:
     """Return what is set, one line each, or the one of this name; the rest is the model's own."""
-    values = {**conversation.settings, "seed": conversation.seed}
-    names = (name,) if name else SETTINGS
-    return [f"{one} {_word(values.get(keyword_of(one)))}" for one in names]
+    values: dict[str, Any] = {**conversation.settings, "seed": conversation.seed}
+    model, fields = conversation.model, {one: values[one] for one in values if one in FIELDS}
+    held = merge_configs(fields, None, model.generation_config, model.chat_defaults)
+    lines = []
+    for one in (name,) if name else SETTINGS:
+        value, told = values.get(keyword := keyword_of(one)), ""
+        if value is None and keyword in held and held.source(keyword) == "chat":
+            value, told = held[keyword], ", as in every chat"
+        lines.append(f"{one} {_word(value)}{told}")
+    return lines
 
 
 def _word(value: Any) -> str:

@@ -23,7 +23,7 @@ import typer
 
 from everystep.cli.terminal import note
 from everystep.cli.user_input import read_text
-from everystep.config import FIELDS, GenerationConfig
+from everystep.config import FIELDS, GenerationConfig, merge_configs
 from everystep.config.named_strategies import NAMED, is_named, with_named
 from everystep.errors import RequestError, shown
 from everystep.requests.door import KEYWORDS
@@ -283,14 +283,19 @@ def _read_option(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def note_seed(model: Any, decoding: Mapping[str, Any], seed: int | None) -> None:
-    """Warn a caller who gives a seed of which greedy decoding makes no use.
+def note_seed(
+    model: Any, decoding: Mapping[str, Any], seed: int | None, *, in_chat: bool = False
+) -> None:
+    """Warn a caller who gives a seed of which greedy decoding makes no use; `in_chat`: what is
+    asked are messages.
 
     What the strategy of another package makes of it is not known.
     """
     if seed is None or "strategy" in decoding:
         return
-    if not decoding.get("do_sample", getattr(model.generation_config, "do_sample", None)):
+    fields = {name: value for name, value in decoding.items() if name in FIELDS}
+    chat = model.chat_defaults if in_chat else None
+    if not merge_configs(fields, None, model.generation_config, chat).do_sample:
         note("--seed changes nothing: the best token is taken each time. --do-sample draws them.")
 
 

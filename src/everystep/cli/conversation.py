@@ -12,7 +12,7 @@ from everystep.cli.command_options import judged
 from everystep.cli.questions import Message, system_message
 from everystep.cli.terminal import AnswerText, note, write_line
 from everystep.cli.user_input import Interrupts
-from everystep.errors import CapacityError, RequestError
+from everystep.errors import OversizeError, RequestError
 
 USUAL_LENGTH = 1024
 """The most new tokens of an answer where nobody says another number."""
@@ -99,13 +99,12 @@ class Conversation:
     def _stream(self, question: Message) -> Any:
         """Return the answer as events.
 
-        Raise CapacityError if the conversation is too long for one.
+        Raise OversizeError if the conversation is too long for one.
         """
         messages = [*self.messages(), question]
         # Every answer has draws of its own, also the second one to a question.
         seed = None if self.seed is None else self.seed + self.asked
-        own = self.model.generation_config
-        settings = self.model.chat_defaults.completed(self.settings, own)
+        settings = self.settings
         settings["max_new_tokens"] = self._room(messages, settings["max_new_tokens"])
         stream = es.stream(self.model, self.tokenizer, messages, seed=seed, **settings)
         self.asked += 1
@@ -120,7 +119,7 @@ class Conversation:
         )
         room: int = self.model.context - len(ids)
         if room <= 0:
-            raise CapacityError(
+            raise OversizeError(
                 "the conversation has become longer than the model's context",
                 wanted=f"fewer than {self.model.context} tokens",
                 got=len(ids),

@@ -7,6 +7,7 @@ also how a defect of the library is to be reported.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -17,7 +18,14 @@ from typing import Any
 import typer
 
 from everystep.cli.terminal import harmless, is_terminal, note
-from everystep.errors import EverystepError, InvariantError, RequestError, UnsupportedError
+from everystep.config.foreign_names import COMMANDS, OPTIONS, SAME
+from everystep.errors import (
+    CapacityError,
+    EverystepError,
+    InvariantError,
+    RequestError,
+    UnsupportedError,
+)
 from everystep.files.sources import SourceSettings
 
 # Releases of typer differ in which module defines click's exceptions, so the base of all that a
@@ -28,8 +36,6 @@ _ClickException: type[Any] = typer.BadParameter.__mro__[2]
 _FAILURE = 1
 _USAGE = 2
 _INTERRUPTED = 130
-_GONE = {"--raw": "`generate` continues the text itself: leave --raw out; --chat is a message."}
-"""Options that there were, and what is to be typed now."""
 _BROKEN_PIPE = 141  # 128 + SIGPIPE: what a shell reports for any program whose reader went away
 
 
@@ -68,9 +74,9 @@ def _reading(error: Exception) -> tuple[int, str, str]:
     if isinstance(error, _ClickException):
         context = error.ctx if isinstance(error, _UsageError) else None
         hint = f"`{context.command_path} --help` shows what there is." if context else ""
-        hint = _GONE.get(getattr(error, "option_name", ""), hint)
-        return error.exit_code, _sentence(error.format_message()), hint
-    if isinstance(error, RequestError) and not isinstance(error, UnsupportedError):
+        text = _sentence(error.format_message())
+        return error.exit_code, text, _foreign(getattr(error, "option_name", ""), text) or hint
+    if isinstance(error, RequestError) and not isinstance(error, UnsupportedError | CapacityError):
         return _USAGE, str(error), ""
     if isinstance(error, EverystepError) and not isinstance(error, InvariantError):
         return _FAILURE, str(error), ""
@@ -80,6 +86,17 @@ def _reading(error: Exception) -> tuple[int, str, str]:
         return _FAILURE, "There is not enough memory.", ""
     text = _sentence(f"{type(error).__name__}: {error}".removesuffix(": "))
     return _FAILURE, f"Unexpected failure: {text}", "EVERYSTEP_DEBUG=1 shows where it happened."
+
+
+def _foreign(option: str, text: str) -> str | None:
+    """Return what is to be typed for an option or a command of another program."""
+    name = option.lstrip("-").replace("-", "_")
+    if name in OPTIONS:
+        return OPTIONS[name]
+    if name in SAME:
+        return f"--{SAME[name].replace('_', '-')} is the option here."
+    command = re.match(r"No such command '([\w-]+)'", text)
+    return COMMANDS.get(command.group(1)) if command else None
 
 
 def _sentence(text: str) -> str:

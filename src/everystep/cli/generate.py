@@ -96,7 +96,8 @@ def generate(
             changes = _said(context, decoding, seed)
             begun = resumed(resume, loaded, tokenizer, drafting, changes)
         else:
-            o.note_seed(loaded, decoding, seed)
+            messages = not asked.continues and not asked.page
+            o.note_seed(loaded, decoding, seed, in_chat=messages)
             given = asked.for_model(loaded, tokenizer)
             begun = begin(loaded, tokenizer, given, seed=seed, **decoding, **drafting)
     watched = WatchedRun(begun, tokenizer, kept, trace) if in_hands else begun

@@ -1,7 +1,7 @@
 """What is said in a chat: messages that are typed, with editing and history, or come from a pipe.
 
-A message is a line. One that ends in a backslash goes on in the next line, and what stands between
-two lines of three quotation marks is one message as it is.
+A message is a line. One that ends in a backslash goes on in the next line. What stands between two
+lines of three quotation marks is one message as it is, and so is a pasted text of several lines.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ def _whole(line: Callable[[str], str]) -> Said:
     Raise EOFError if nothing is left.
     """
     text = line("> ")
+    if "\n" in text:  # pasted
+        return Said(text, quoted=True)
     quoted = text.strip() == FENCE
     parts: list[str] = []
     with suppress(EOFError):
@@ -102,6 +104,8 @@ def history(file: Path) -> Iterator[None]:
     if readline is None:
         yield
         return
+    # Python turns it off; a pasted text of several lines is one message with it.
+    readline.parse_and_bind("set enable-bracketed-paste on")
     readline.clear_history()
     before = _kept(file)
     for line in before:

@@ -83,7 +83,8 @@ def _load(conversation: Conversation, rest: str, interrupts: Interrupts | None) 
     place = _place("load", rest)
     messages = read_messages(place)
     first = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
-    conversation.system = first
+    usual = conversation.model.chat_defaults.system
+    conversation.system = usual if first is None else first
     conversation.turns = messages if first is None else messages[1:]
     conversation.saved.add(place)
     return [f"loaded {len(messages)} messages from {rest}"]

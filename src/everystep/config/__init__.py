@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from everystep.config.chat_defaults import ChatDefaults, chat_defaults_of
 from everystep.config.effective import Effective, merge_configs
 from everystep.config.fields import FIELDS, META, GenerationMode
 from everystep.config.generation import GenerationConfig, is_configuration
 from everystep.config.nested import CompileConfig, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 __all__ = [
+    "ChatDefaults",
     "CompileConfig",
     "Effective",
     "FIELDS",
@@ -16,6 +18,7 @@ __all__ = [
     "META",
     "SynthIDTextWatermarkingConfig",
     "WatermarkingConfig",
+    "chat_defaults_of",
     "is_configuration",
     "merge_configs",
 ]

@@ -1,6 +1,7 @@
 """What holds for one call: the value of every field and where it comes from.
 
-Call before passed configuration before checkpoint before default. A None in the call is said on
+Call before passed configuration before checkpoint before default; a chat has defaults of its own,
+which come before the others where nothing else says a value. A None in the call is said on
 purpose: it turns off `top_k` and `max_length`, and gives any other field its default back.
 """
 
@@ -10,12 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from everystep.config.chat_defaults import ChatDefaults
 from everystep.config.fields import FIELDS, META, PER_ROW, unknown_name
 from everystep.config.generation import GenerationConfig
 from everystep.config.rules import judge
 from everystep.errors import RequestError
 
-Source = Literal["call", "config", "checkpoint", "default"]
+Source = Literal["call", "config", "checkpoint", "chat", "default"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,8 +102,14 @@ def merge_configs(
     call: Mapping[str, Any],
     passed: object = None,
     checkpoint: GenerationConfig | None = None,
+    chat: ChatDefaults | None = None,
+    *,
+    chosen: bool = False,
 ) -> Effective:
     """Return the values that hold for a call with the keywords `call`.
+
+    `chat`: the defaults of a conversation, None for any other prompt; `chosen`: something beside
+    the fields says how its tokens are chosen.
 
     Raise UnknownArgumentError for a keyword that is not a field, and RequestError for values that
     cannot be, that nothing can be generated with, or that the caller set and that contradict each
@@ -120,5 +128,11 @@ def merge_configs(
         values[name] = FIELDS[name].neutral if value is None else FIELDS[name].read(value)
         sources[name] = "call"
     given = {name for name, value in call.items() if value is not None}
+    if chat is not None:
+        said = [n for n in sources if sources[n] != "default" and call.get(n, n) is not None]
+        asked = {*call} | ({*own.caller_set} if own else set())
+        limited = not asked.isdisjoint(("max_new_tokens", "max_length"))
+        for name, value in chat.fields(said, chosen=chosen, limited=limited).items():
+            values[name], sources[name] = value, "chat"
     caller = given | ({*own.caller_set} - {*call} if own else set())
     return Effective(values, sources, judge(values, caller), frozenset(caller))

@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 from everystep.config import kinds
+from everystep.config.foreign_names import advice_on
 from everystep.config.kinds import (
     COUNT,
     FLAG,
@@ -234,18 +235,6 @@ FIELDS: dict[str, Field] = {
 }
 META: frozenset[str] = frozenset({"_from_model_config", "transformers_version"})
 
-ELSEWHERE = {
-    "stop": "stop_strings",
-    "stop_token_ids": "eos_token_id",
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "n": "num_return_sequences",
-    "repeat_penalty": "repetition_penalty",
-    "typical": "typical_p",
-}
-"""The names that other engines have for our fields."""
-
 # Names that belong to the call of generate(), not to a configuration.
 CALL_ONLY: frozenset[str] = frozenset(
     {
@@ -261,8 +250,9 @@ def unknown_name(name: str, says: str) -> UnknownArgumentError:
         do = f"Pass {name} to generate() itself"
     else:
         names = [*(known for known in FIELDS if known not in META), *CALL_ONLY]
-        guess = ELSEWHERE.get(name) or nearest(name, names)
+        guess = nearest(name, names)
         do = f"The nearest is {guess}" if guess else "See everystep.config.FIELDS for all names"
+        do = advice_on(name) or do
     return UnknownArgumentError(f"{says} {name!r}", do=do)
 
 

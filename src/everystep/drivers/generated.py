@@ -41,10 +41,10 @@ class Generated:
     prompt_logprobs: TokenLogprobs | None = None
 
     def __repr__(self) -> str:
+        scored = f"score={self.score:.4g}, " if self.score else ""  # only some strategies give one
         return (
-            f"Generated({cut(self.text)!r}, {len(self.tokens)} tokens, {self._ended}, "
-            f"score={self.score:.4g}, {self.cached_tokens} of {self.prompt_tokens} prompt tokens "
-            "cached)"
+            f"Generated({cut(self.text)!r}, {len(self.tokens)} tokens, {self._ended}, {scored}"
+            f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens cached)"
         )
 
     def _repr_html_(self) -> str:
@@ -52,7 +52,7 @@ class Generated:
 
     @property
     def _cells(self) -> tuple[object, ...]:
-        known = len(self.tokens), self._ended, float(self.score)
+        known = len(self.tokens), self._ended, float(self.score) if self.score else None
         return (self.text, *known, self.prompt_tokens, self.cached_tokens)
 
     @property

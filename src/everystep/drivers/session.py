@@ -13,7 +13,7 @@ from itertools import islice
 
 import torch
 
-from everystep.config import FIELDS, META, GenerationConfig, is_configuration
+from everystep.config import FIELDS, META, ChatDefaults, GenerationConfig, is_configuration
 from everystep.config.kinds import POSITIVE
 from everystep.draws import seed_of
 from everystep.drivers.complete import completed
@@ -30,7 +30,7 @@ from everystep.requests.inputs import Inputs
 from everystep.requests.options import NO_RECORDING, Options, read_seeds
 from everystep.requests.pictures import Seen
 from everystep.requests.prepare import Call, prepare, require_unfilled
-from everystep.requests.prompts import PromptLike, TokenizerLike, read_prompt
+from everystep.requests.prompts import PromptLike, TokenizerLike, messages_of, read_prompt
 from everystep.requests.reading import read_options, require_output_object
 from everystep.requests.rectangles import read_inputs
 from everystep.requests.strategies import strategy_of
@@ -57,7 +57,11 @@ class Session:
     stream, whose events have room for log-probabilities. `gives_steps`: a run, whose steps have
     room for all that the output object of `model.generate` has. `shares`: its engines may be those
     of other calls. `scheduler`: makes those of its engines, which otherwise have room for any
-    prompt. Everything about the options is checked here, before any compute.
+    prompt. `chat`: the defaults that hold for a prompt that was read elsewhere. Everything about
+    the options is checked here, before any compute.
+
+    Messages get the model's chat defaults, so the same keywords may ask for other things for them
+    than for a text; each kind is read once.
     """
 
     def __init__(
@@ -73,8 +77,11 @@ class Session:
         gives_steps: bool = False,
         shares: bool = True,
         scheduler: Callable[[], Continuous] | None = None,
+        chat: ChatDefaults | None = None,
     ) -> None:
         self._model = model
+        self._chat = model.chat_defaults if chat is None else chat
+        self._conversations = set() if chat is None else {0}  # numbers of prompts
         self._gives_events = gives_events or gives_steps
         self._gives_steps = gives_steps
         self.tokenizer = tokenizer
@@ -85,11 +92,17 @@ class Session:
         if type(seed) is not int:
             seed = read_seeds(seed, _count(prompts, f"a seed each: got seed={shown(seed)}"))
         self._seed = seed
-        if options is None:
-            self._options = [self._read(common)]
+        self._common, self._own = common, options
+        self._options: dict[tuple[int, bool], Options] = {}
+        self._since = moment()
+        if chat is not None:
+            self._options_of(0)
+        elif options is None:
+            self._read_alike(prompts)
         else:
-            self._options = self._read_each(common, options, prompts)
-        for notice in {one: None for each in self._options for one in each.effective.notices}:
+            self._read_each(options, prompts)
+        read = self._options.values()
+        for notice in {one: None for each in read for one in each.effective.notices}:
             warnings.warn(notice, stacklevel=3)
         self._scheduler = scheduler
         self._shares = shares and scheduler is None and is_data((common, options))
@@ -105,18 +118,21 @@ class Session:
 
     # --- what is asked for ------------------------------------------------------------------------
 
-    def asked(self, given: Mapping[str, object], since: float) -> Options:
+    def asked(self, prompt: PromptLike, given: Mapping[str, object], since: float) -> Options:
         """Return what these keywords ask for a prompt that is a call of its own, made at the moment
         `since`."""
-        own = self._read(given, since)
-        _require_alike(self._model, self._options[0], own, "the engine")
+        own = self._read(given, since, in_chat=messages_of(prompt) is not None)
+        _require_alike(self._model, self._first, own, "the engine")
         return own
 
-    def _read(self, given: Mapping[str, object], since: float | None = None) -> Options:
-        """Return what is asked for a prompt by these keywords of a call made at this moment, or
-        now."""
+    def _read(
+        self, given: Mapping[str, object], since: float | None = None, *, in_chat: bool
+    ) -> Options:
+        """Return what is asked for a prompt by these keywords of a call made at the moment `since`,
+        that of the session unless given; `in_chat`: it is a conversation."""
         asked = sort("texts", self._model, given)
-        options = read_options(self._model, asked, self.tokenizer)
+        chat = self._chat if in_chat else None
+        options = read_options(self._model, asked, self.tokenizer, chat)
         if options.effective.caller:
             refuse_rectangular(options.effective, in_steps=self._gives_steps)
         _strategy(options)  # which raises if none does what is asked for
@@ -130,7 +146,7 @@ class Session:
             if self._gives_steps:
                 refuse_argument("timeout", beside.timeout, KEYWORDS["timeout"].elsewhere)
             deadline = POSITIVE.checked(beside.timeout, "timeout", "Pass timeout=10.0, say")
-            deadline += moment() if since is None else since
+            deadline += self._since if since is None else since
         return replace(
             options,
             seed=None if seed is None else read_seeds(seed, 1),
@@ -139,36 +155,54 @@ class Session:
             trims=bool(beside.trim_stop_strings) and self.tokenizer is not None,
         )
 
-    def _read_each(
-        self,
-        common: Mapping[str, object],
-        options: Sequence[OptionsLike],
-        prompts: Iterable[PromptLike],
-    ) -> list[Options]:
-        """Return what is asked for each prompt; an error names the prompt."""
+    def _read_alike(self, prompts: Iterable[PromptLike]) -> None:
+        """Read what is asked for all prompts; where they come one by one, it may suit one kind."""
+        known = isinstance(prompts, list | tuple) and len(prompts) > 0
+        try:
+            for in_chat in {messages_of(one) is not None for one in prompts} if known else (False,):
+                self._options_for(0, in_chat=in_chat)
+        except RequestError:
+            if known:
+                raise
+            self._options_for(0, in_chat=True)
+
+    def _read_each(self, options: Sequence[OptionsLike], prompts: Iterable[PromptLike]) -> None:
+        """Read what is asked for each prompt; an error names the prompt."""
         count = _count(prompts, "options each")
         several = isinstance(options, Sequence) and not isinstance(options, str)
         if not several or len(options) != count:
             wanted = f"a list of {count}, one per prompt"
             got = len(options) if several else type(options).__name__
             raise RequestError("options do not fit the prompts", wanted=wanted, got=got)
-        read: list[Options] = []
-        for index, own in enumerate(options):
+        for index, prompt in enumerate(prompts):
             try:
-                read.append(self._read({**common, **_said(own)}))
-                if index:
-                    _require_alike(self._model, read[0], read[-1], "prompt 0")
+                own = self._options_for(index, in_chat=messages_of(prompt) is not None)
+                _require_alike(self._model, self._first, own, "prompt 0")
             except EverystepError as error:
                 raise type(error)(f"options[{index}]: {error}") from error
-        return read
+
+    @property
+    def _first(self) -> Options:
+        """The options that were read first."""
+        return next(iter(self._options.values()))
 
     def reply(self, index: int) -> Reply:
         """Return how the prompt of this number is answered."""
         return Reply(self._options_of(index), self.tokenizer)
 
     def _options_of(self, index: int) -> Options:
-        """Return what is asked for the prompt of this number, or for all alike."""
-        return self._options[0 if len(self._options) == 1 else index]
+        """Return what is asked for the prompt of this number."""
+        return self._options_for(index, in_chat=index in self._conversations)
+
+    def _options_for(self, index: int, *, in_chat: bool) -> Options:
+        """Return what is asked for this prompt of a kind, or for all of the kind alike."""
+        own = self._own
+        index, said = (0, {}) if own is None else (index, _said(own[index]))
+        found = self._options.get((index, in_chat))
+        if found is None:
+            found = self._read({**self._common, **said}, in_chat=in_chat)
+            self._options[index, in_chat] = found
+        return found
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -187,6 +221,8 @@ class Session:
 
     def read(self, prompt: PromptLike, index: int) -> PromptValues:
         """Return the prompt of this number as one row of the inputs of `model.generate`."""
+        if messages_of(prompt) is not None:
+            self._conversations.add(index)
         return self._passed(prompt, self._options_of(index))
 
     def _passed(self, prompt: PromptLike, options: Options) -> PromptValues:
@@ -246,8 +282,8 @@ class Session:
 
     def _opened(self, needs: frozenset[str]) -> Driver:
         model, core = self._model, self._model.core
-        quantization = row_quantization(self._options[0].effective, model)
-        rows = max(_ROWS, *map(_rows_of, self._options))
+        quantization = row_quantization(self._first.effective, model)
+        rows = max(_ROWS, *map(_rows_of, self._options.values()))
 
         def engine() -> Engine:
             executor = model.executor(needs, quantization=quantization)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from everystep.engine.feed import Grant, scattered
 from everystep.engine.prefixes import NO_LIMIT, Reuse, Room
-from everystep.errors import CapacityError
+from everystep.errors import OversizeError
 from everystep.types import Group
 
 Preempt = Callable[[Group], None]
@@ -280,7 +280,7 @@ def _positions(group: Group) -> int:
 
 def _require(what: str, needed: int, limit: int, name: str) -> None:
     if needed > limit:
-        raise CapacityError(
+        raise OversizeError(
             f"the request needs more {what} than there are",
             wanted=f"at most {limit}",
             got=needed,

@@ -221,6 +221,9 @@ def _rates(given: Any, count: int) -> list[float]:
     return [float(one) for one in rates]
 
 
+_NOUNS = {"image": "an image", "video": "a video"}
+
+
 def _pictures(chats: Sequence[Any]) -> tuple[list[Any], list[Any], list[float]]:
     """Return all images, all videos and their rates, in the order of the messages."""
     images, videos, rates = list[Any](), list[Any](), list[float]()
@@ -231,7 +234,7 @@ def _pictures(chats: Sequence[Any]) -> tuple[list[Any], list[Any], list[float]]:
         given = next((part[key] for key in (kind, "path") if part.get(key) is not None), None)
         if given is None:
             do = f"Pass it as {{'type': {kind!r}, {kind!r}: ...}}"
-            raise RequestError(f"a message holds a {kind} that is not there", do=do)
+            raise RequestError(f"a message announces {_NOUNS[kind]} and holds none", do=do)
         (images if kind == "image" else videos).append(given)
         if kind == "video":
             rates += _rates(part.get("fps"), 1)

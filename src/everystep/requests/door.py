@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 from everystep.config import FIELDS, META
-from everystep.config.fields import ELSEWHERE
+from everystep.config.foreign_names import ADVICE, SAME
 from everystep.config.named_strategies import is_named, with_named
 from everystep.errors import RequestError, UnknownArgumentError, nearest
 from everystep.requests.absent import ARGUMENTS, OF_SPEECH, SPEECH_LATER, refuse_argument
@@ -430,9 +430,11 @@ def _refuse_common(name: str) -> NoReturn:
 def _refuse_unknown(call: CallKind, unknown: list[str], declared: Collection[str]) -> NoReturn:
     """Raise the error for names that nobody knows, with the nearest one of each."""
     names = [*(row.name for row in KEYWORDS.values() if _proposed(call, row)), *declared]
-    guesses = [(name, ELSEWHERE.get(name) or nearest(name, names)) for name in unknown]
-    hints = [f"{near} instead of {name}" for name, near in guesses if near]
-    do = f"Perhaps you meant {', '.join(hints)}" if hints else "See help(model.generate)"
+    guesses = [(name, SAME.get(name) or nearest(name, names)) for name in unknown]
+    hints = [f"{near} instead of {name}" for name, near in guesses if near and name not in ADVICE]
+    told = [ADVICE[name] for name in unknown if name in ADVICE]
+    told += [f"Perhaps you meant {', '.join(hints)}"] if hints else []
+    do = ". ".join(told) or "See help(model.generate)"
     noun = "argument" if len(unknown) == 1 else "arguments"
     listed = ", ".join(map(repr, unknown))
     raise UnknownArgumentError(f"generate() knows no {noun} {listed}", do=do)

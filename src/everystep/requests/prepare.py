@@ -23,7 +23,7 @@ from everystep.config.fields import PER_ROW
 from everystep.engine.collect import kept_rows
 from everystep.engine.draft_model import DraftModel
 from everystep.engine.forced import ForcedTokens
-from everystep.errors import CapacityError, RequestError
+from everystep.errors import OversizeError, RequestError
 from everystep.memory import require_memory
 from everystep.nn.network import Full, Heard, State, Store, Window
 from everystep.processors.allowed import AllowedSequences
@@ -250,10 +250,13 @@ def _most_new(
     transformers.
 
     `max_new_tokens` wins over `max_length`; without either, as many as the context leaves, at most
-    the default or what the allowed sequences need.
+    the default, that of a chat, or what the allowed sequences need.
     """
     if e.max_new_tokens is not None:
-        return int(e.max_new_tokens)
+        new = int(e.max_new_tokens)
+        if context is None or e.sources["max_new_tokens"] != "chat":
+            return new
+        return min(new, max(1, context - inputs.prompt_width))
     prompt = inputs.prompt_width
     default = max((one.longest + 1 for one in allowed), default=DEFAULT_NEW)
     if e.source("max_length") != "default" and e.max_length is not None:
@@ -267,7 +270,7 @@ def _most_new(
             )
         return int(e.max_length) - counted
     if context is not None and prompt >= context:
-        raise RequestError(
+        raise OversizeError(
             "the prompt fills the model's context",
             wanted=f"fewer than {context} positions, or max_new_tokens",
             got=f"{prompt} positions",
@@ -277,9 +280,9 @@ def _most_new(
 
 
 def require_unfilled(length: int, context: int | None) -> None:
-    """Raise CapacityError where so many positions leave no room in what the model was made for."""
+    """Raise OversizeError where so many positions leave no room in what the model was made for."""
     if context is not None and length >= context:
-        raise CapacityError(
+        raise OversizeError(
             "the prompt fills the model's context",
             wanted=f"fewer than {context} tokens",
             got=length,
@@ -288,7 +291,7 @@ def require_unfilled(length: int, context: int | None) -> None:
 
 
 def _require_places(most: int | None, drafter: Drafter | None, inputs: Inputs, new: int) -> None:
-    """RequestError where a row may leave the positions that its model has embeddings for, or the
+    """OversizeError where a row may leave the positions that its model has embeddings for, or the
     one that drafts for it."""
     limits: dict[str, int | None] = {"the model": most}
     if isinstance(drafter, DraftModel) and isinstance(drafter.open, Assistant):
@@ -297,7 +300,7 @@ def _require_places(most: int | None, drafter: Drafter | None, inputs: Inputs, n
     for name, most in limits.items():
         # The last token is not fed.
         if most is not None and prompt + new - 1 > most:
-            raise RequestError(
+            raise OversizeError(
                 f"{name} learned embeddings of {most} positions, and cannot read beyond them",
                 wanted=f"at most {max(most + 1 - prompt, 0)} new tokens after this prompt",
                 got=f"a prompt of {prompt} positions and up to {new} new tokens",

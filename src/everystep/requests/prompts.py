@@ -43,6 +43,8 @@ TokenizerLike = Any
 Messages = Sequence[Mapping[str, object]]
 PromptLike = str | Sequence[int] | Messages | Tensor | np.ndarray | Mapping[str, object]
 
+_SAID = ("text", "messages")
+"""Keys of a prompt that is a mapping, for what its tokenizer reads."""
 _ONE_ROW = "Pass each prompt by itself in a list: texts, messages, or lists of ids"
 
 
@@ -67,6 +69,15 @@ def is_messages(prompt: object) -> TypeGuard[Messages]:
     return isinstance(first, Mapping) and "role" in first
 
 
+def messages_of(prompt: object) -> Messages | None:
+    """Return the conversation that a prompt is or holds, None where it is another one."""
+    if isinstance(prompt, Mapping):
+        if "role" in prompt:
+            return (prompt,)
+        prompt = next((prompt[key] for key in _SAID if prompt.get(key) is not None), None)
+    return prompt if is_messages(prompt) else None
+
+
 def read_prompt(
     model: Subject,
     tokenizer: TokenizerLike | None,
@@ -78,22 +89,24 @@ def read_prompt(
     """Return what `model.generate` would be given for this prompt: a rectangle of one row.
 
     After a prefix a text gets no special tokens; messages are the whole conversation, which begins
-    with the prefix, and only the rest of it is returned.
+    with the prefix, and only the rest of it is returned. Without a system message a conversation
+    begins with that of the model's chat defaults.
     """
-    source = model.core.source
-    if not isinstance(prompt, Mapping):
+    source, messages = model.core.source, messages_of(prompt)
+    begun = None if messages is None else model.chat_defaults.begun(messages)
+    if not isinstance(prompt, Mapping) or "role" in prompt:
         if source is not None:
             _require_content({"input_ids": prompt}, (source,))
-        values = _read_text(tokenizer, prompt, starts_answer, prefix)
+        values = _read_text(tokenizer, begun or prompt, starts_answer, prefix)
         return _with_mask(PromptValues.of(values), source)
     known = (*IN_PROMPTS, *model.inputs, *prompt_names(model))
     _require_known(prompt, known)
     _require_content(prompt, CONTENTS if source is None else (source,))
     given = {name: value for name, value in prompt.items() if value is not None}
-    text = next((given.pop(name) for name in ("text", "messages") if name in given), None)
+    text = next((given.pop(name) for name in _SAID if name in given), None)
     values = {name: _row(model, name, value) for name, value in given.items()}
     if text is not None:
-        values |= _read_text(tokenizer, text, starts_answer, prefix)
+        values |= _read_text(tokenizer, begun or text, starts_answer, prefix)
     return _with_mask(PromptValues.of(values), source)
 
 
@@ -122,9 +135,10 @@ def _require_content(prompt: Mapping[str, object], contents: Sequence[str]) -> N
         return
     of_ids = "text, messages, input_ids, inputs_embeds, or both of the latter"
     raise RequestError(
-        "a prompt has not one content",
+        "a prompt needs exactly one content, of a kind that the model reads",
         wanted=of_ids if contents is CONTENTS else f"a mapping with {contents[0]}",
         got=", ".join(sorted(passed)) or "none of them",
+        do=None if contents is CONTENTS else f"Pass the prompt as {{{contents[0]!r}: ...}}",
     )
 
 
@@ -163,6 +177,8 @@ def _read_text(
     tokenizer: TokenizerLike | None, prompt: object, starts_answer: bool, prefix: Prefix | None
 ) -> dict[str, object]:
     """Return the ids of a text, of messages or of ids, (1, n), and the pictures of messages."""
+    if is_messages(prompt):
+        _refuse_addresses(prompt)
     if not is_messages(prompt) or not has_pictures(prompt):
         return {"input_ids": _ids(tokenizer, prompt, starts_answer, prefix)[None]}
     if not isinstance(tokenizer, PictureTokenizer) or prefix is not None:
@@ -176,6 +192,19 @@ def _read_text(
         list(prompt), add_generation_prompt=starts_answer, return_tensors="pt"
     )
     return dict(encoding)
+
+
+def _refuse_addresses(messages: Messages) -> None:
+    """Refuse the form in which OpenAI's interface names pictures by their address."""
+    contents = (turn.get("content") for turn in messages if isinstance(turn, Mapping))
+    for part in (part for parts in contents if isinstance(parts, list | tuple) for part in parts):
+        if isinstance(part, Mapping) and part.get("type") == "image_url":
+            raise RequestError(
+                "pictures are not fetched from addresses",
+                wanted="{'type': 'image', 'image': ...} with a picture that is open",
+                got="a part of the type image_url",
+                do="Open the picture, that of a data: URL from its bytes, and pass it so",
+            )
 
 
 def _ids(

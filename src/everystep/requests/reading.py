@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from everystep.config import FIELDS, Effective, merge_configs
+from everystep.config import FIELDS, ChatDefaults, Effective, merge_configs
 from everystep.errors import RequestError, shown
 from everystep.processors.grammars.source import KINDS
 from everystep.requests.absent import REFUSED_FIELDS, refuse_fields
@@ -42,11 +42,18 @@ _BEYOND = (
 _READ_IDS = ("repetition_penalty", "no_repeat_ngram_size")
 
 
-def read_options(subject: Subject, given: Arguments, tokenizer: object) -> Options:
+def read_options(
+    subject: Subject, given: Arguments, tokenizer: object, chat: ChatDefaults | None = None
+) -> Options:
     """Return what a call with these arguments asks for beside its prompt; RequestError for what is
-    impossible, contradicts something else, or cannot be done."""
+    impossible, contradicts something else, or cannot be done.
+
+    `chat`: what holds for the prompt if it is a conversation, None for any other.
+    """
     objects, beside, size = given.objects, given.beside, subject.vocab_size
-    fields = merge_configs(given.fields, objects.generation_config, subject.generation_config)
+    own, passed = subject.generation_config, objects.generation_config
+    chosen = objects.strategy is not None or objects.amateur_model is not None
+    fields = merge_configs(given.fields, passed, own, chat, chosen=chosen)
     if not fields.caller.isdisjoint(REFUSED_FIELDS):
         refuse_fields(fields)
     ends, drafting, notices = _special_ids(fields, size), NO_DRAFTING, fields.notices

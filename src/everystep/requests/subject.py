@@ -10,7 +10,7 @@ import torch
 
 from everystep.bridge.core import ForeignModel
 from everystep.cache.formats import Quantization
-from everystep.config import GenerationConfig
+from everystep.config import ChatDefaults, GenerationConfig
 from everystep.executors.base import Executor
 from everystep.models import Model
 from everystep.nn.network import Window
@@ -22,8 +22,11 @@ class Subject(Protocol):
     """A model as requests, drivers and runs see it: facts, and a way to executors.
 
     `api/subjects.py` has one for models of this library and one for those of transformers and PEFT.
-    Nothing below the faces asks which of the two it has.
+    Nothing below the faces asks which of the two it has. `chat_defaults`: what holds for
+    conversations where neither caller nor model says.
     """
+
+    chat_defaults: ChatDefaults = ChatDefaults()
 
     @property
     @abstractmethod

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from everystep.cache.formats import Quantization
+from everystep.config import ChatDefaults
 from everystep.drivers.driver import Driver, Mailbox, reopen_after_fork
 from everystep.drivers.session import Session
 from everystep.engine import Beginning, Engine, Known, Turns
@@ -40,10 +41,11 @@ _READ_ONCE = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """The keywords and the seed that a run goes by."""
+    """The keywords and the seed that a run goes by, and the defaults of a chat if it is one."""
 
     options: Mapping[str, object]
     seed: int | Sequence[int] | None
+    chat: ChatDefaults | None = None
 
     def session(self, model: Subject, tokenizer: object) -> Session:
         """Return what reads the prompt and prepares its call."""
@@ -55,12 +57,13 @@ class Asked:
             )
         # A step has room for all that is else part of the output object alone.
         common = {**self.options, "return_dict_in_generate": True}
-        return Session(model, tokenizer, [""], None, self.seed, common, gives_steps=True)
+        chat = self.chat
+        return Session(model, tokenizer, [""], None, self.seed, common, gives_steps=True, chat=chat)
 
     def changed(self, changes: PromptOptions) -> Asked:
         """Return the same with other values of some of them."""
         rest = {name: value for name, value in changes.items() if name != "seed"}
-        return Asked({**self.options, **rest}, changes.get("seed", self.seed))
+        return Asked({**self.options, **rest}, changes.get("seed", self.seed), self.chat)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +113,7 @@ class Rules:
         )
 
     def require_room(self, model: Subject, length: int) -> None:
-        """Raise CapacityError where so many ids after the prompt fill the model's context."""
+        """Raise OversizeError where so many ids after the prompt fill the model's context."""
         require_unfilled(self.first.prompt.length + length, model.context)
 
 

@@ -26,9 +26,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from everystep._version import __version__
-from everystep.config import GenerationConfig
+from everystep.config import ChatDefaults, GenerationConfig
 from everystep.engine.snapshot import fingerprint
-from everystep.errors import FormatError, RequestError, shown
+from everystep.errors import EverystepError, FormatError, RequestError, shown
 from everystep.files.atomic import write_atomic
 from everystep.files.safetensors import read_file
 from everystep.nn.digests import add_tensor
@@ -40,7 +40,7 @@ from everystep.runs.hands import Asked
 from everystep.types import nobodys
 from everystep.types.stored import fits, fits_memo, from_bytes, to_bytes
 
-_FORMAT, _VERSION = "everystep.run", 2
+_FORMAT, _VERSION = "everystep.run", 3
 _PROMPT, _ROW = "prompt.", "row."
 """Before the names of tensors of the prompt; the latter where they stood in a list of one row."""
 _PROBE = "Hello, World! 12.5 naïve Ωμέγα 日本語 🙂\n\t{'a': 1}"
@@ -83,7 +83,7 @@ def write_run(state: RunState, model: Subject, tokenizer: object, path: Path) ->
     """Write the run into the file, whole or not at all; RequestError where it holds what cannot be
     written."""
     rules = [(start, _plain(asked)) for start, asked in state.rules]
-    absent = sorted({name for _, (_, missing, _) in rules for name in missing})
+    absent = sorted({name for _, (_, missing, *_) in rules for name in missing})
     memos = {  # without likelihoods: the group's own memo has them all
         n: {name: value for name, value in memo.items() if name != "logprobs"}
         for n, memo in state.trail.memos.items()
@@ -130,9 +130,9 @@ def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
 
 class Written(TypedDict):
     """A run as its bytes hold it: `rules` with the keywords that could be written, the names of
-    those that could not, and the seed."""
+    those that could not, the seed, and how a chat samples if it is one."""
 
-    rules: list[tuple[int, tuple[dict[str, Any], list[str], Any]]]
+    rules: list[tuple[int, tuple[dict[str, Any], list[str], Any, dict[str, Any] | None]]]
     given: list[int]
     memos: dict[int, dict[str, Any]]
     number: int
@@ -162,15 +162,15 @@ def read_run(
     adapters = _adapters(file, metadata)
     _check_owner(file, metadata, model, tokenizer, adapters)
     written = _written(file, tensors.pop("state", torch.empty(0)))
-    absent = sorted({name for _, (_, missing, _) in written["rules"] for name in missing})
+    absent = sorted({name for _, (_, missing, *_) in written["rules"] for name in missing})
     if metadata.get("pass_again") != " ".join(absent):
         raise _damaged(file, "pass_again")
     _check_again(absent, again)
     _check_prefix(written["prefix"], again)
-    rules = [
-        (start, Asked({**_revived(file, plain), **{name: again[name] for name in missing}}, seed))
-        for start, (plain, missing, seed) in written["rules"]
-    ]
+    rules = []
+    for start, (plain, missing, seed, sampling) in written["rules"]:
+        options = {**_revived(file, plain), **{name: again[name] for name in missing}}
+        rules.append((start, Asked(options, seed, _chat(file, sampling))))
     given, shown_before = frozenset(written["given"]), frozenset(written["shown"])
     trail = Trail(given, written["memos"], written["number"], shown_before)
     group = written["group"].tobytes()
@@ -307,8 +307,11 @@ def _check_prefix(written: str | None, again: Mapping[str, object]) -> None:
 # --- what is written ------------------------------------------------------------------------------
 
 
-def _plain(asked: Asked) -> tuple[dict[str, object], list[str], object]:
-    """Return what can be written of the keywords, the names of the others, and the seed."""
+def _plain(
+    asked: Asked,
+) -> tuple[dict[str, object], list[str], object, dict[str, object] | None]:
+    """Return what can be written of the keywords, the names of the others, the seed, and how a chat
+    samples."""
     plain: dict[str, object] = {}
     missing: list[str] = []
     for name, value in asked.options.items():
@@ -319,7 +322,7 @@ def _plain(asked: Asked) -> tuple[dict[str, object], list[str], object]:
             missing.append(name)
         else:
             plain[name] = said
-    return plain, missing, asked.seed
+    return plain, missing, asked.seed, None if asked.chat is None else {**asked.chat.sampling}
 
 
 def _revived(file: Path, plain: Mapping[str, object]) -> dict[str, object]:
@@ -331,6 +334,14 @@ def _revived(file: Path, plain: Mapping[str, object]) -> dict[str, object]:
             raise _damaged(file, "generation_config")
         found["generation_config"] = GenerationConfig(**said)
     return found
+
+
+def _chat(file: Path, sampling: Mapping[str, object] | None) -> ChatDefaults | None:
+    """Return the defaults of a chat as they were when it began."""
+    try:
+        return None if sampling is None else ChatDefaults(None, sampling)
+    except EverystepError as error:
+        raise _damaged(file, "sampling of a chat") from error
 
 
 def _tensor(name: str, value: object) -> Tensor:

@@ -7,7 +7,7 @@ asks, by running them again, one at a time, on copies of the ids.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -164,7 +164,7 @@ class Step:
     number: int
     events: tuple[Event, ...]
     beams: tuple[LiveBeam, ...]
-    _sight: Sight | None
+    _sight: Sight | None = field(repr=False)
 
     def _own(self) -> list[Event]:
         return [event for event in self.events if event.index == 0]

@@ -102,7 +102,7 @@ def test_without_a_library_the_error_says_how_to_get_one(monkeypatch: pytest.Mon
     monkeypatch.setattr(library, "library_path", lambda name: Path("nowhere") / name)
     found = library.status()
     assert found.instructions is None
-    assert found.reason is not None and "everystep.executors.native.build" in found.reason
+    assert found.reason is not None and "python -m everystep.executors.native" in found.reason
     with pytest.raises(UnsupportedError, match="no native executor"):
         library.load()
     library.status.cache_clear()
@@ -226,3 +226,9 @@ library.library_path = lambda name: Path({str(made)!r})
     return subprocess.run(
         [sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True
     )
+
+
+def test_the_command_that_is_documented_says_nothing_but_that_it_has_built() -> None:
+    program = [sys.executable, "-W", "error", *build.COMMAND.split()[1:]]
+    done = subprocess.run(program, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "the native libraries are built\n")

@@ -1,7 +1,7 @@
 """Compiles the kernels, once for each instruction set, into libraries beside this file.
 
-    python -m everystep.executors.native.build          those that this processor has
-    python -m everystep.executors.native.build all      those of every processor of its kind
+    python -m everystep.executors.native          those that this processor has
+    python -m everystep.executors.native all      those of every processor of its kind
 
 A wheel gets all of them, an installation in place those of the processor that it is on, which takes
 half as long. Where there is no compiler the libraries are missing and everything
@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
-COMMAND = "python -m everystep.executors.native.build"
+COMMAND = "python -m everystep.executors.native"
 """The command that compiles the kernels where the package is installed."""
 SOURCES = (
     "interface.cpp",
@@ -134,8 +134,13 @@ def _build(cxx: str, name: str) -> str | None:
     return None
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Compile what the command line asks for, say what became of it, and return an exit code."""
     every = sys.argv[1:] == ["all"]
     problems = build(instruction_sets() if every else fitting_sets())
     print("\n".join(problems) or "the native libraries are built", file=sys.stderr)
-    sys.exit(1 if problems else 0)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

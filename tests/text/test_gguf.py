@@ -278,7 +278,10 @@ def named(*tokens: str, kind: int = 3) -> dict[str, Any]:
         ({"eos_token_id": None}, []),
         ({"eot_token_id": 5, "eom_token_id": 6}, [SIZE - 1, 5, 6]),
         ({"eot_token_id": SIZE - 1}, [SIZE - 1]),
-        ({"fim_pad_token_id": 7, "fim_rep_token_id": 8, "fim_sep_token_id": 9}, [SIZE - 1, 7, 8, 9]),
+        (
+            {"fim_pad_token_id": 7, "fim_rep_token_id": 8, "fim_sep_token_id": 9},
+            [SIZE - 1, 7, 8, 9],
+        ),
         ({"eos_token_ids": [SIZE - 1, 4]}, [SIZE - 1, 4]),
     ],
 )

@@ -314,6 +314,28 @@ def test_wrong_metadata(
         load(tmp_path, metadata("llama", **changes), tensors)
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"attention.head_count": 5}, r"llama\.attention\.head_count"),
+        ({"attention.key_length": 7, "rope.dimension_count": 7}, r"llama\.attention\.key_length"),
+        ({"rope.dimension_count": 9}, r"llama\.rope\.dimension_count"),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.yarn_beta_fast": 1e12},
+            r"llama\.rope\.scaling\.yarn_beta_fast is impossible",
+        ),
+        ({"feed_forward_length": 81}, r"does not fit .*model\.gguf"),
+    ],
+    ids=str,
+)
+def test_errors_speak_of_the_file_and_its_keys(tmp_path: Path, changes: Any, text: str) -> None:
+    tensors = converted(reference_decoder("llama", torch.float32), "llama")
+    with pytest.raises((FormatError, UnsupportedError), match=text) as caught:
+        load(tmp_path, metadata("llama", **changes), tensors)
+    assert "config.json" not in str(caught.value)
+    assert str(tmp_path / "model.gguf") in str(caught.value)
+
+
 def test_an_unknown_architecture(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="'mamba'"):
         load(tmp_path, {"general.architecture": "mamba"}, {"x": ("F32", torch.ones(1))})

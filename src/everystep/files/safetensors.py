@@ -254,7 +254,9 @@ def _stored_tensor(file: Path, data: int, name: str, entry: object) -> StoredTen
     shape = field(entry, "shape", list, where)
     offsets = field(entry, "data_offsets", list, where)
     if code not in DTYPES:
-        raise UnsupportedError(f"{where} is of an unknown type", wanted=", ".join(DTYPES), got=code)
+        do = "Programs that quantise store codes so: load the model that they were made from"
+        wanted = ", ".join(DTYPES)
+        raise UnsupportedError(f"{where} is of an unknown type", wanted=wanted, got=code, do=do)
     if not all(type(size) is int and size >= 0 for size in shape):
         raise FormatError(f"{where} has an impossible shape", got=shape)
     if len(offsets) != 2 or not all(type(offset) is int and offset >= 0 for offset in offsets):

@@ -8,7 +8,9 @@ reader's business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -48,6 +50,20 @@ FREQUENCIES = "rope_freqs.weight"
 # Factors of Phi-3's rope, for short rows and for long ones.
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 _OF_ROPES = (FREQUENCIES, SHORT, LONG)
+# What else a configuration says after such a key.
+_DERIVED = {
+    "num_hidden_layers": "block_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rope_theta": "rope.freq_base",
+    "rope_local_base_freq": "rope.freq_base_swa",
+    "partial_rotary_factor": "rope.dimension_count",
+    "sliding_window": "attention.sliding_window",
+    "layer_types": "attention.sliding_window_pattern",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+}
 _SCALINGS = dict.fromkeys(("none", "linear", "yarn", "longrope"))
 # Whose rows some architectures hold in pairs, and what the configuration calls the heads' number.
 PERMUTED = {
@@ -75,6 +91,19 @@ def build_gguf_model(
     """
     config = gguf_config(file)
     renamed = _Renamed(file, config)
+    with _in_words_of_the_file(file):
+        return _built(file, config, renamed, dtype, device, quantize, in_panels)
+
+
+def _built(
+    file: GgufFile,
+    config: Mapping[str, Any],
+    renamed: _Renamed,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    quantize: Literal["auto"] | Rounding | None,
+    in_panels: InPanels | None,
+) -> Model:
     blocks = {tensor.block.name for tensor in file.tensors.values()}
     rounding = None if quantize == "auto" else quantize
     rounded = ", ".join(sorted(blocks.difference(FLOATS)))
@@ -99,6 +128,23 @@ def build_gguf_model(
         kept=renamed.quantised if keeps else None,
         in_panels=in_panels,
     )
+
+
+@contextmanager
+def _in_words_of_the_file(file: GgufFile) -> Iterator[None]:
+    """Let errors of a configuration speak of the file that it was read from, and of its keys."""
+    try:
+        yield
+    except (FormatError, UnsupportedError) as error:
+        text = str(error)
+        if "config.json" not in text:
+            raise
+        own = file.metadata["general.architecture"]
+        known = ARCHITECTURES[str(own)]
+        keys = {**_SIZES, **_DERIVED, known.epsilon: known.epsilon_key}
+        text = re.sub(r"config\.json(, rope parameters)?", lambda _: str(file.path), text)
+        names = re.compile(rf"\b({'|'.join(keys)})\b")
+        raise type(error)(names.sub(lambda one: f"{own}.{keys[one[0]]}", text)) from error
 
 
 def _float_type(file: GgufFile) -> torch.dtype:

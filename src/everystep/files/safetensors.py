@@ -110,7 +110,12 @@ class Weights:
         if len(data) != stored.nbytes:
             what = f"{stored.file}: {name!r} was cut off while it was in use"
             raise FormatError(what, wanted=f"{stored.nbytes} bytes", got=len(data))
-        tensor = torch.from_numpy(data).view(stored.dtype).reshape(stored.shape)
+        empty = torch.empty(
+            stored.shape, dtype=stored.dtype
+        )  # bytes without any have no other type
+        tensor = (
+            torch.from_numpy(data).view(stored.dtype).reshape(stored.shape) if len(data) else empty
+        )
         return tensor if dtype is None else tensor.to(dtype)
 
     def _stored(self, name: str) -> StoredTensor:

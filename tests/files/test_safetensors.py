@@ -69,6 +69,17 @@ def test_no_tensor_is_allowed(tmp_path: Path) -> None:
     assert open_weights(write_single(tmp_path, {})).names() == []
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0, 2)])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.uint8])
+def test_a_tensor_without_elements_is_read(
+    tmp_path: Path, shape: tuple[int, ...], kind: torch.dtype
+) -> None:
+    weights = open_weights(write_single(tmp_path, {"none": torch.zeros(shape, dtype=kind)}))
+    found = weights.load("none")
+    assert (found.shape, found.dtype) == (shape, kind)
+    assert weights.load("none", torch.float64).dtype == torch.float64
+
+
 # A file that was opened and not yet entered is closed when nobody holds it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_line_of_a_read_is_an_interrupt(tmp_path: Path) -> None:

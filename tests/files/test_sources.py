@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from everystep.errors import FormatError, MissingFileError, RequestError
+from everystep.errors import (
+    DownloadError,
+    EverystepError,
+    FormatError,
+    MissingExtraError,
+    MissingFileError,
+    RequestError,
+)
 from everystep.files import sources
 from everystep.files.hub import HubAccess, HubId
 from everystep.files.sources import DEFAULT_MODEL, KNOWN_MODELS, SourceSettings, resolve_source
@@ -102,6 +109,28 @@ def test_what_is_nothing_is_an_error_that_lists_what_can_be_given(
 def test_a_misspelled_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(MissingFileError, match=f"Perhaps {DEFAULT_MODEL} is meant"):
         resolve_source("smolm2-135m-instruct")
+
+
+@pytest.mark.parametrize("kind", [DownloadError, MissingFileError, MissingExtraError])
+def test_a_misspelt_path_that_may_be_a_hub_id_is_answered_with_what_is_there(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, kind: type[EverystepError]
+) -> None:
+    def fail(hub_id: HubId, access: HubAccess, *, offline: bool) -> Path:
+        raise kind(f"{hub_id} could not be fetched from the hub", do="Check the name")
+
+    monkeypatch.setattr(sources, "fetch_from_hub", fail)
+    (elsewhere / "models" / "llama").mkdir(parents=True)
+    monkeypatch.chdir(elsewhere)
+    texts = {
+        "models/lama": r"folder 'models' here, which has no 'lama'; perhaps models/llama is meant",
+        "models/xyz": r"from the hub\. Check the name\. There is .* which has no 'xyz'\.$",
+        "model/llama": r"Perhaps models/llama is meant\.$",
+        "org/llama": r"Check the name\.$",
+        "model/xyz": r"Check the name\.$",
+    }
+    for text, said in texts.items():
+        with pytest.raises(kind, match=said):
+            resolve_source(text)
 
 
 @pytest.mark.parametrize("text", ["./gone", "/gone/away", "gone.gguf", "~/gone", "..\\gone"])

@@ -230,6 +230,23 @@ def png(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk + b"\x00\x00\x00\x00IEND\xaeB`\x82"
 
 
+def closed() -> Image.Image:
+    picture = Image.new("RGB", (8, 8))
+    picture.close()
+    return picture
+
+
+def half() -> Image.Image:
+    """An image whose pixels are read late, from bytes that end early."""
+    whole = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(whole, "PNG")
+    return Image.open(io.BytesIO(whole.getvalue()[:1000]))
+
+
+def pixels() -> torch.Tensor:
+    return torch.zeros(3, 8, 8, dtype=torch.uint8)
+
+
 BROKEN: dict[str, tuple[Callable[[Path], Any], type[EverystepError], str]] = {
     "a thousand million pixels": (lambda _: png(40000, 25000), FormatError, "too many pixels"),
     "a hundred million": (lambda _: png(10000, 10000), FormatError, "too many pixels"),
@@ -242,6 +259,12 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], type[EverystepError], str]] = {
     "five channels": (lambda _: np.zeros((8, 8, 5), np.uint8), RequestError, "no image"),
     "a number": (lambda _: 7, RequestError, "no image"),
     "an object": (lambda _: object(), RequestError, "no picture"),
+    "a closed image": (lambda _: closed(), FormatError, "closed image"),
+    "half an image": (lambda _: half(), FormatError, "truncated"),
+    "no numbers": (lambda _: pixels().to("meta"), RequestError, "uint8.*on meta"),
+    "a sparse tensor": (lambda _: pixels().to_sparse(), RequestError, "sparse_coo"),
+    "bfloat16": (lambda _: pixels().bfloat16(), RequestError, "bfloat16"),
+    "complex": (lambda _: pixels().to(torch.complex64).conj(), RequestError, "complex64"),
     "a line": (lambda _: np.zeros((2, 900, 3), np.uint8), RequestError, "impossible form"),
     "nothing": (lambda _: np.zeros((0, 8, 3), np.uint8), RequestError, "impossible form"),
 }

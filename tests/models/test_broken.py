@@ -40,9 +40,9 @@ WRONG_VALUES: list[tuple[dict[str, Any], type[EverystepError], tuple[str, ...]]]
     ({"rope_scaling": LLAMA3}, FormatError, ("low_freq_factor", "less than", "4.0")),
     ({"rope_scaling": LONGROPE}, FormatError, ("short_factor", "4 positive numbers")),
     (
-        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 3.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "bela_fast": 3.0}},
         UnsupportedError,
-        ("'linear'", "beta_fast", "Remove"),
+        ("'linear'", "bela_fast", "Remove"),
     ),
     ({"partial_rotary_factor": 1.5}, FormatError, ("partial_rotary_factor", "at most 1")),
     ({"head_dim": 7}, FormatError, ("head_dim", "even", "7")),

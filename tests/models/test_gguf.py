@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,23 @@ def test_llama3_comes_as_one_divisor_per_frequency(tmp_path: Path) -> None:
         assert farthest(model.forward(read), reference(read).logits) < 1e-5
 
 
+def test_a_linear_factor_divides_beside_the_divisors(tmp_path: Path) -> None:
+    linear = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    reference = reference_decoder("llama", torch.float32, rope_parameters=linear)
+    halves = {"rope_freqs.weight": ("F32", torch.full((4,), 2.0))}
+    keys = metadata("llama", **{"rope.scaling.factor": 2.0})
+    model = load(tmp_path, keys, converted(reference, "llama") | halves)
+    read = ids(2, 60)
+    with torch.no_grad():
+        assert farthest(model.forward(read), reference(read).logits) < 1e-5
+    with pytest.raises(UnsupportedError, match="yarn has no implementation with factors"):
+        load(
+            tmp_path,
+            {**keys, "llama.rope.scaling.type": "yarn"},
+            converted(reference, "llama") | halves,
+        )
+
+
 @pytest.mark.parametrize(
     ("keys", "rope"),
     [
@@ -240,8 +258,32 @@ def test_llama3_comes_as_one_divisor_per_frequency(tmp_path: Path) -> None:
             },
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
         ),
+        ({"rope.scaling.factor": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope.scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        ),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 16,
+                "rope.scaling.yarn_beta_fast": 3.0,
+                "rope.scaling.yarn_beta_slow": 0.5,
+                "rope.scaling.attn_factor": 1.5,
+            },
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 3.0,
+                "beta_slow": 0.5,
+                "attention_factor": 1.5 * (0.1 * math.log(4.0) + 1.0),
+            },
+        ),
     ],
-    ids=["linear", "yarn"],
+    ids=["linear", "yarn", "no type", "the old name", "no trained length", "turns and factor"],
 )
 def test_scaled_ropes(tmp_path: Path, keys: Any, rope: Any) -> None:
     parameters = {**rope, "rope_theta": 10000.0}
@@ -270,6 +312,28 @@ def test_wrong_metadata(
     tensors = converted(reference_decoder("llama", torch.float32), "llama")
     with pytest.raises(kind, match=part):
         load(tmp_path, metadata("llama", **changes), tensors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"attention.head_count": 5}, r"llama\.attention\.head_count"),
+        ({"attention.key_length": 7, "rope.dimension_count": 7}, r"llama\.attention\.key_length"),
+        ({"rope.dimension_count": 9}, r"llama\.rope\.dimension_count"),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.yarn_beta_fast": 1e12},
+            r"llama\.rope\.scaling\.yarn_beta_fast is impossible",
+        ),
+        ({"feed_forward_length": 81}, r"does not fit .*model\.gguf"),
+    ],
+    ids=str,
+)
+def test_errors_speak_of_the_file_and_its_keys(tmp_path: Path, changes: Any, text: str) -> None:
+    tensors = converted(reference_decoder("llama", torch.float32), "llama")
+    with pytest.raises((FormatError, UnsupportedError), match=text) as caught:
+        load(tmp_path, metadata("llama", **changes), tensors)
+    assert "config.json" not in str(caught.value)
+    assert str(tmp_path / "model.gguf") in str(caught.value)
 
 
 def test_an_unknown_architecture(tmp_path: Path) -> None:

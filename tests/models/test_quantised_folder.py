@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.utils.quantization_config import QuantizationMethod
 
 import everystep as es
 from everystep.api.quantize import quantize as write_quantized
 from everystep.errors import EverystepError, FileError, FormatError, RequestError, UnsupportedError
 from everystep.models import convert_model, stored_weights
+from everystep.models.quantised_folder import folder_format
 from everystep.nn.quantized import QuantizedWeight
 from everystep.nn.rounding import quantize
 from tests.cli.tiny_model import CONFIG, write_tiny_model
@@ -252,3 +255,33 @@ def test_the_announcement_must_be_an_object(source: Path) -> None:
     (source / "config.json").write_text(json.dumps(config))
     with pytest.raises(FormatError, match="should be an object"):
         es.load(source)
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "MLX": ({"quantization": {"bits": 4, "group_size": 64}}, "quantised by MLX", "GGUF file"),
+    "MLX, twice": (
+        {"quantization_config": {"bits": 4, "group_size": 64, "mode": "affine"}},
+        *("quantised by MLX", "quantize='int8'"),
+    ),
+    "compressed": (
+        {"compression_config": {"quant_method": "compressed-tensors"}},
+        *("quantised by compressed-tensors", "run_compressed=False"),
+    ),
+    "bits": ({"quantization_config": {"load_in_4bit": True}}, "bitsandbytes", "dequantize"),
+    "unknown": ({"quantization_config": {"quant_method": "crumb"}}, "another program", "'crumb'"),
+    "newer": (
+        {"quantization_config": {"quant_method": "everystep", "version": 2}},
+        *("quantised by everystep", "version 2"),
+    ),
+} | {
+    one.value: ({"quantization_config": {"quant_method": one.value}}, "quantised by", "made from")
+    for one in QuantizationMethod
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_weights_that_others_quantised_are_refused_by_name(name: str) -> None:
+    config, what, do = OTHERS[name]
+    with pytest.raises(UnsupportedError, match=f"{what}.*{re.escape(do)}") as caught:
+        folder_format(config)
+    assert ("another program" in str(caught.value)) == (name == "unknown")

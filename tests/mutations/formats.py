@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import wave
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import everystep as es
 from everystep.files.gguf import read_gguf
+from everystep.files.picture_files import read_picture
 from everystep.files.safetensors import open_weights
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
@@ -38,6 +41,8 @@ WEIGHTS = {
     "model.safetensors.index.json": 15,
     "adapter_config.json": 5,
     "adapter_model.safetensors": 5,
+    "wav": 60,
+    "png": 20,
 }
 
 
@@ -56,6 +61,8 @@ def formats(folder: Path) -> dict[str, Format]:
     found = {"gguf": _gguf(folder / "gguf"), "safetensors": _safetensors(folder / "tensors")}
     found["gguf model"] = _whole_gguf(folder / "gguf-model")
     found["run"] = _run(folder / "run")
+    found["wav"] = _wav(folder / "sounds")
+    found["png"] = _png(folder / "pictures")
     found |= _of_model_folder(folder / "models")
     found |= _of_adapter(folder / "adapters")
     for one in found.values():
@@ -132,6 +139,24 @@ def _safetensors(folder: Path) -> Format:
             weights.load(name)
 
     return Format(path.read_bytes(), BYTES, path, read)
+
+
+def _wav(folder: Path) -> Format:
+    folder.mkdir()
+    path = folder / "a.wav"
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(2)
+        file.setsampwidth(2)
+        file.setframerate(16000)
+        file.writeframes(bytes(range(256)))
+    return Format(path.read_bytes(), BYTES, path, partial(es.read_sound, path))
+
+
+def _png(folder: Path) -> Format:
+    folder.mkdir()
+    path = folder / "a.png"
+    Image.linear_gradient("L").resize((16, 8)).save(path)
+    return Format(path.read_bytes(), BYTES, path, partial(read_picture, path))
 
 
 def _of_model_folder(parent: Path) -> dict[str, Format]:

@@ -124,6 +124,22 @@ def _cut(path: Path) -> None:
     path.write_bytes(data)
 
 
+def changed(place: int, value: bytes) -> Any:
+    """Return what writes a file of 16 bits and puts other bytes into it."""
+
+    def write(path: Path) -> None:
+        data = bytearray(written(path, speech(0.1)[:, None]).read_bytes())
+        data[place : place + len(value)] = value
+        path.write_bytes(data)
+
+    return write
+
+
+def _shortened(path: Path) -> None:
+    data = written(path, speech(0.1)[:, None]).read_bytes()
+    path.write_bytes(data[:-40])
+
+
 BROKEN: dict[str, tuple[Any, type[EverystepError], str]] = {
     "another rate": (
         lambda path: written(path, speech(0.1)[:, None], rate=8000),
@@ -131,6 +147,14 @@ BROKEN: dict[str, tuple[Any, type[EverystepError], str]] = {
         "another sampling rate; wanted 16000",
     ),
     "more than it holds": (_cut, FormatError, "more than it does"),
+    "a little more": (_shortened, FormatError, "more than it does"),
+    "wide samples": (
+        changed(32, b"\x0a\x00\x50\x00"),
+        FormatError,
+        "too wide; wanted 1 to 4 bytes",
+    ),
+    "a part that leads outside": (changed(16, b"\xff\xff\xff\x7f"), FormatError, "cannot be read"),
+    "a folder of sounds": (lambda path: path.mkdir(), EverystepError, "is not there"),
     "nothing": (lambda path: written(path, np.zeros((0, 1))), FormatError, "no samples"),
     "a header alone": (lambda path: path.write_bytes(b"RIFF\0\0\0\0WAVE"), FormatError, "WAV"),
 }

@@ -7,7 +7,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +30,7 @@ ENDLESS_COMPARISON = (
 
 def processes() -> set[int]:
     """The running processes of templates."""
-    return {each._process.pid for each in cage._RUNNING if each.is_ours()}
+    return {each._process.pid for each in cage._POOL.cages if each.is_ours()}
 
 
 def test_the_process_of_a_template_is_kept() -> None:
@@ -70,6 +73,89 @@ def test_threads_do_not_wait_for_each_other_or_mix() -> None:
     with ThreadPoolExecutor(8) as pool:
         texts = list(pool.map(lambda chat: template.render(chat).text, chats))
     assert texts == [str(number) for number in range(64)]
+
+
+def rendered(template: ChatTemplate, name: str) -> str:
+    return template.render([{"role": "user", "content": name}]).text
+
+
+def test_there_are_only_so_many_processes_whoever_asks() -> None:
+    """Threads with a template each wait for a place, and those that idle make room."""
+    most, names = [0], [str(number) for number in range(24)]
+
+    def render(name: str) -> str:
+        text = rendered(ChatTemplate("{{ messages[0].content }} of template " + name), name)
+        most.append(len(cage._POOL.cages))
+        return text
+
+    with ThreadPoolExecutor(24) as pool:
+        assert list(pool.map(render, names)) == [f"{name} of template {name}" for name in names]
+    assert max(most) == cage.MOST_PROCESSES
+    assert len(cage._POOL.cages) == len(processes()) <= cage.MOST_PROCESSES
+
+
+def test_who_waits_for_a_place_waits_no_longer_than_for_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = ChatTemplate("{{ 'busy' ~ messages[0].content }}")
+    monkeypatch.setattr(cage, "_PATIENCE", 0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(cage, "MOST_PROCESSES", 0)
+        # One that has the template is no further process.
+        assert rendered(known, "!") == "busy!"
+        with pytest.raises(TokenizerError, match=r"was free in time; got 0 at work\. Try again"):
+            ChatTemplate("{{ 'none' ~ messages[0].content }}")
+        cage._POOL.end()
+        with pytest.raises(TokenizerError, match="was free in time"):
+            rendered(known, "!")
+    monkeypatch.undo()
+    assert rendered(known, "?") == "busy?"
+
+
+def test_a_place_that_nobody_gave_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cage, "MOST_PROCESSES", 1)
+    first = cage._POOL.take("{{ 'lost' }}", TemplateLimits(), time.monotonic() + 20)
+    clock = threading.Timer(0.1, lambda: None)
+    clock.start()
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(lambda: ChatTemplate("{{ 'found' }}").render(CHAT).text)
+        clock.join()
+        assert not waits.done()
+        del first
+        assert waits.result() == "found"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("how", ["the clock", "the end", "its own end"])
+def test_what_a_process_has_started_ends_with_it(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits that the system keeps for nobody with rights let a process start others."""
+    script = "import os, time\nif os.fork() == 0: time.sleep(600)\nprint(os.getpid(), flush=True)\n"
+    script += "time.sleep(0 if %r else 600)" % (how == "its own end")
+    line, pipe = [sys.executable, "-c", script], subprocess.PIPE
+    made = subprocess.Popen(line, bufsize=0, stdin=pipe, stdout=pipe, start_new_session=True)
+    one = cage._Cage("", TemplateLimits())
+    one._process = made
+    assert made.stdout is not None and made.stdout.readline()
+    assert len(group(made.pid)) == 2 or how == "its own end"
+    if how == "the clock":
+        # The other one holds the pipe open: without its end the answer would be waited for.
+        assert one._exchange(None, time.monotonic()) is None
+    elif how == "its own end":
+        while one.is_ours():
+            pass
+    one.end()
+    while group(made.pid):  # until the system has taken it down
+        time.sleep(0.01)
+
+
+def group(number: int) -> list[str]:
+    """The processes of a group that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, leader = stat.read_text().rpartition(")")[2].split()[:3]
+            found += [stat.parent.name] if int(leader) == number and state != "Z" else []
+    return found
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork of a POSIX system")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from transformers import (
@@ -18,6 +19,7 @@ from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from everystep.errors import FormatError, UnsupportedError
 from everystep.text import Tokenizer
+from everystep.text.gguf import ends_of_texts
 from everystep.text.pieces import byte_alphabet
 from everystep.text.pretokenizers import BY_NAME
 from tests.text.reading import lines
@@ -183,7 +185,10 @@ def test_a_file_that_names_no_rule_is_read_with_a_warning() -> None:
         ({"pre": "smolm"}, "unknown splitting rule 'smolm'; wanted 'smollm' perhaps.*from_folder"),
         ({"pre": "no-such-rule"}, "unknown splitting rule 'no-such-rule'"),
         ({"model": "bert"}, "tokenizer.ggml.model is 'bert'; wanted 'gpt2' or 'llama'"),
-        ({"model": "llama", "remove_extra_whitespaces": True}, "removes extra spaces"),
+        ({"model": "llama", "remove_extra_whitespaces": True}, "remove_extra_whitespaces"),
+        ({"add_sep_token": True}, r"ggml\.add_sep_token has no implementation.*wanted False"),
+        ({"precompiled_charsmap": [1]}, r"ggml\.precompiled_charsmap has no implementation"),
+        ({"add_bos_tokens": True}, r"If tokenizer\.ggml\.add_bos_token was meant"),
     ],
 )
 def test_what_cannot_be_followed_is_unsupported(changes: dict[str, Any], text: str) -> None:
@@ -228,6 +233,82 @@ def test_metadata_that_contradict_themselves_are_refused(
 ) -> None:
     with pytest.raises(FormatError, match=text):
         Tokenizer.from_gguf(metadata(**changes))
+
+
+DECLARED = [
+    str(value).removeprefix(PREFIX)
+    for value in vars(gguf.Keys.Tokenizer).values()
+    if str(value).startswith(PREFIX)
+]
+CHANGE_NOTHING = {"token_type_count", "prefix_token_id", "suffix_token_id", "middle_token_id"} | {
+    f"fim_{part}_token_id" for part in ("pre", "suf", "mid")
+}
+
+
+@pytest.mark.parametrize("key", DECLARED)
+def test_every_declared_key_is_read_or_refused_or_changes_nothing(key: str) -> None:
+    scores = {} if key == "scores" else {"scores": [0.0] * SIZE}
+
+    def read() -> None:
+        for model in ("gpt2", "llama"):
+            given = metadata(**{"model": model, **scores, key: [[1]]})
+            Tokenizer.from_gguf(given)
+            ends_of_texts(given)
+
+    if key in CHANGE_NOTHING:
+        read()
+    else:
+        with pytest.raises((FormatError, UnsupportedError), match=rf"tokenizer\.ggml\.{key}"):
+            read()
+
+
+def named(*tokens: str, kind: int = 3) -> dict[str, Any]:
+    """Metadata with further tokens of a kind, whose ids begin at SIZE."""
+    given = metadata()
+    return metadata(
+        tokens=[*given[PREFIX + "tokens"], *tokens],
+        token_type=[*given[PREFIX + "token_type"], *[kind] * len(tokens)],
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "ends"),
+    [
+        ({}, [SIZE - 1]),
+        ({"eos_token_id": None}, []),
+        ({"eot_token_id": 5, "eom_token_id": 6}, [SIZE - 1, 5, 6]),
+        ({"eot_token_id": SIZE - 1}, [SIZE - 1]),
+        (
+            {"fim_pad_token_id": 7, "fim_rep_token_id": 8, "fim_sep_token_id": 9},
+            [SIZE - 1, 7, 8, 9],
+        ),
+        ({"eos_token_ids": [SIZE - 1, 4]}, [SIZE - 1, 4]),
+    ],
+)
+def test_ends_that_keys_name(changes: dict[str, Any], ends: list[int]) -> None:
+    assert ends_of_texts(metadata(**changes)) == ends
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [
+        (["<|im_end|>", "<|im_start|>", "<|endoftext|>"], [SIZE, SIZE + 2]),
+        (["<end_of_turn>"], [SIZE]),
+        (["<|end|>", "<|eot_id|>"], [SIZE, SIZE + 1]),
+        (["<|end|>", "<|return|>", "<|call|>"], [SIZE + 1, SIZE + 2]),
+    ],
+)
+def test_ends_that_are_known_by_their_spelling(tokens: list[str], ends: list[int]) -> None:
+    assert ends_of_texts(named(*tokens)) == [SIZE - 1, *ends]
+    assert ends_of_texts(named(*tokens, kind=4)) == [SIZE - 1, *ends]
+    # A piece of ordinary text, or one that no text contains, ends nothing.
+    assert ends_of_texts(named(*tokens, kind=1)) == [SIZE - 1]
+
+
+@pytest.mark.parametrize("changes", [{"eot_token_id": SIZE}, {"eos_token_ids": [-1]}])
+def test_an_end_is_an_id_of_the_vocabulary(changes: dict[str, Any]) -> None:
+    with pytest.raises(FormatError, match=r"eo[ts]_token_ids? is not an id of the vocabulary"):
+        ends_of_texts(metadata(**changes))
 
 
 def test_the_saved_tokenizer_is_the_same_in_transformers(tmp_path: Any) -> None:

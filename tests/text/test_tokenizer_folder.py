@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
 from everystep.errors import FileError, FormatError, MissingFileError, RequestError, TokenizerError
@@ -110,6 +114,73 @@ def test_tokens_that_only_the_configuration_has_are_added(folder: Path) -> None:
     configure(folder, added_tokens_decoder=added, additional_special_tokens=["<newest>"])
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer("<new>a<newer><newest>")["input_ids"] == [320, 102, 321, 322]
+
+
+MASK = {"content": "<mask>", "special": True, "normalized": False, "__type": "AddedToken"}
+# The flags of tokenizer.json, the configuration, and the older file of added tokens.
+FLAGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, int]]] = {
+    "the list strips": (
+        {"special": True, "normalized": False},
+        {"added_tokens_decoder": {"4": {**MASK, "lstrip": True}}},
+        {},
+    ),
+    "the list does not strip": (
+        {"special": True, "lstrip": True},
+        {"added_tokens_decoder": {"4": MASK}},
+        {},
+    ),
+    "the list has single words": (
+        {"special": True},
+        {"added_tokens_decoder": {"4": {**MASK, "single_word": True}}},
+        {},
+    ),
+    "the list has no flags": (
+        {"special": True, "lstrip": True},
+        {"added_tokens_decoder": {"4": {"content": "<mask>"}}},
+        {},
+    ),
+    "the list says plain": (
+        {"special": True},
+        {"added_tokens_decoder": {"4": {**MASK, "special": False}}},
+        {},
+    ),
+    "the list says plain, a name special": (
+        {},
+        {"added_tokens_decoder": {"4": {**MASK, "special": False}}, "mask_token": "<mask>"},
+        {},
+    ),
+    "a name": ({"lstrip": True}, {"mask_token": "<mask>"}, {}),
+    "a name that strips": ({"special": True}, {"mask_token": {**MASK, "lstrip": True}}, {}),
+    "further tokens": ({"special": True}, {}, {"<more>": 5}),
+    "further tokens with a name": ({"special": True}, {"pad_token": "<more>"}, {"<more>": 5}),
+    "further tokens that are known": ({"special": True, "lstrip": True}, {}, {"<mask>": 4}),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_are_followed_where_the_files_differ(name: str, tmp_path: Path) -> None:
+    flags, config, further = FLAGS[name]
+    backend = tokenizers.Tokenizer(BPE(vocab={"a": 0, "b": 1, "Ġ": 2, "<unk>": 3}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    backend.add_tokens([tokenizers.AddedToken("<mask>", **flags)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    if further:
+        (tmp_path / "added_tokens.json").write_text(json.dumps(further))
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.from_folder(tmp_path)
+    for text in ("a <mask>b", "a<mask> b", "a<more>b", "<mask> a <more>"):
+        ids = theirs(text)["input_ids"]
+        assert ours(text)["input_ids"] == ids
+        for skip in (True, False):
+            shown = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert ours.decode(ids, skip_special_tokens=skip) == shown
+
+
+def test_a_list_that_gives_an_id_to_another_token_is_refused(folder: Path) -> None:
+    configure(folder, added_tokens_decoder={"4": {"content": "<other>"}})
+    with pytest.raises(FormatError, match=r"'<other>' the id 4.*belong to different tokenizers"):
+        Tokenizer.from_folder(folder)
 
 
 def test_a_named_token_of_the_vocabulary_becomes_special(folder: Path) -> None:

@@ -40,10 +40,14 @@ from everystep.models.loader import HeldWeights
 from everystep.models.quantised_folder import build_quantised_model, folder_format
 from everystep.requests.pictures import vision_of
 from everystep.text import Tokenizer
+from everystep.text.gguf import PREFIX as GGUF_TOKENS
+from everystep.text.gguf import ends_of_texts
 
 Progress = Callable[[int, int, str], None]
 Source = str | os.PathLike[str]
 Quantize = Literal["auto", "int8", "int4"] | None
+_SAMPLING = "general.sampling."
+"""The prefix of keys by which a GGUF file proposes how to choose tokens."""
 
 
 class LoadOptions(TypedDict, total=False):
@@ -279,13 +283,22 @@ def _from_gguf(file: GgufFile, name: str, choices: _Choices) -> LanguageModel:
         quantize=choices.quantize,
         in_panels=partial(holds_panels, choices.executor),
     )
-    ids = {
-        "bos_token_id": "tokenizer.ggml.bos_token_id",
-        "eos_token_id": "tokenizer.ggml.eos_token_id",
-        "pad_token_id": "tokenizer.ggml.padding_token_id",
-    }
-    found: dict[str, Any] = {
-        field: file.metadata[key] for field, key in ids.items() if key in file.metadata
-    }
-    settings = GenerationConfig(**found)
+    proposed = [
+        f"{key} = {file.metadata[key]}" for key in file.metadata if key.startswith(_SAMPLING)
+    ]
+    if proposed:
+        what = f"{file.path} proposes how to choose tokens, which is not followed"
+        do = "pass do_sample=True, temperature=... to generate()"
+        warnings.warn(f"{what}: {', '.join(proposed)}; {do}", stacklevel=4)
+    settings = GenerationConfig(**_special_ids(file.metadata))
     return LanguageModel(core, settings, name, choices.executor, choices.cache_dtype)
+
+
+def _special_ids(metadata: Mapping[str, object]) -> dict[str, Any]:
+    """Return the fields of a generation config that a file's vocabulary settles."""
+    keys = {f"{one}_token_id": f"{GGUF_TOKENS}{one}_token_id" for one in ("bos", "eos")}
+    keys["pad_token_id"] = f"{GGUF_TOKENS}padding_token_id"
+    found = {field: metadata[key] for field, key in keys.items() if key in metadata}
+    if f"{GGUF_TOKENS}tokens" in metadata and (ends := ends_of_texts(metadata)):
+        found["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+    return found

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
@@ -39,7 +41,8 @@ def read_picture(source: PictureLike) -> Image:
     """
     pillow = require_pillow()
     if isinstance(source, pillow.Image):
-        return _converted(source, "the picture")
+        with _refused(pillow, "the picture"):
+            return _converted(source, "the picture")
     if isinstance(source, bytes):
         return _opened(pillow, io.BytesIO(source), "the picture", len(source))
     if not isinstance(source, str | os.PathLike):
@@ -54,9 +57,15 @@ def _opened(pillow: Any, file: Any, name: str, size: int) -> Image:
     """Read the picture in an open file of so many bytes."""
     if size > MOST_BYTES:
         raise FormatError(f"{name} is too large", wanted=f"at most {MOST_BYTES} bytes", got=size)
+    with _refused(pillow, name), pillow.open(file, formats=FORMATS) as picture:
+        return _converted(picture, name)
+
+
+@contextmanager
+def _refused(pillow: Any, name: str) -> Iterator[None]:
+    """Let whatever a decoder raises be an error of the picture."""
     try:
-        with pillow.open(file, formats=FORMATS) as picture:
-            return _converted(picture, name)
+        yield
     except EverystepError:
         raise
     except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
@@ -64,7 +73,7 @@ def _opened(pillow: Any, file: Any, name: str, size: int) -> Image:
     except Exception as error:  # decoders fail in many ways, all of them the file's fault
         raise FormatError(
             f"{name} is no picture, or a broken one",
-            wanted=f"one of {', '.join(FORMATS)}",
+            wanted=f"one of {', '.join(FORMATS)}, not closed yet",
             got=str(error)[:200],
         ) from error
 

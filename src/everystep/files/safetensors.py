@@ -110,7 +110,12 @@ class Weights:
         if len(data) != stored.nbytes:
             what = f"{stored.file}: {name!r} was cut off while it was in use"
             raise FormatError(what, wanted=f"{stored.nbytes} bytes", got=len(data))
-        tensor = torch.from_numpy(data).view(stored.dtype).reshape(stored.shape)
+        empty = torch.empty(
+            stored.shape, dtype=stored.dtype
+        )  # bytes without any have no other type
+        tensor = (
+            torch.from_numpy(data).view(stored.dtype).reshape(stored.shape) if len(data) else empty
+        )
         return tensor if dtype is None else tensor.to(dtype)
 
     def _stored(self, name: str) -> StoredTensor:
@@ -254,7 +259,9 @@ def _stored_tensor(file: Path, data: int, name: str, entry: object) -> StoredTen
     shape = field(entry, "shape", list, where)
     offsets = field(entry, "data_offsets", list, where)
     if code not in DTYPES:
-        raise UnsupportedError(f"{where} is of an unknown type", wanted=", ".join(DTYPES), got=code)
+        do = "Programs that quantise store codes so: load the model that they were made from"
+        wanted = ", ".join(DTYPES)
+        raise UnsupportedError(f"{where} is of an unknown type", wanted=wanted, got=code, do=do)
     if not all(type(size) is int and size >= 0 for size in shape):
         raise FormatError(f"{where} has an impossible shape", got=shape)
     if len(offsets) != 2 or not all(type(offset) is int and offset >= 0 for offset in offsets):

@@ -20,6 +20,7 @@ from everystep.errors import (
     DownloadError,
     EverystepError,
     FormatError,
+    MissingExtraError,
     MissingFileError,
     RequestError,
     message,
@@ -122,7 +123,12 @@ def resolve_source(
     path = expanded(text)
     hub_id = None if known or (text and is_there(path)) else parse_hub_id(text)
     if hub_id is not None and isinstance(source, str):
-        return fetch_from_hub(hub_id, access, offline=offline)
+        try:
+            return fetch_from_hub(hub_id, access, offline=offline)
+        except (MissingFileError, DownloadError, MissingExtraError) as error:
+            if (meant := _near_path(path)) is None:
+                raise
+            raise type(error)(f"{error} {meant}") from error
     if access.revision is not None:
         raise RequestError(f"{text!r} has no revisions", wanted="a hub id", got=access.revision)
     if known is not None:
@@ -279,6 +285,20 @@ def _local_path(path: Path, text: str) -> Path:
     elif not path.is_dir():
         raise FormatError(f"{path} is neither a folder nor a regular file.")
     return path
+
+
+def _near_path(path: Path) -> str | None:
+    """Say what is beside a relative path that is not there, if it leads into a folder that is.
+
+    Its first part may be misspelt, where the folder that is meant holds what the path names.
+    """
+    parent, name = path.parent, path.name
+    if not parent.is_dir():
+        close = nearest(str(parent), (one.name for one in Path().iterdir() if one.is_dir()))
+        return f"Perhaps {close}/{name} is meant." if close and Path(close, name).exists() else None
+    close = nearest(name, (one.name for one in parent.iterdir()))
+    perhaps = f"; perhaps {parent / close} is meant" if close else ""
+    return f"There is a folder {str(parent)!r} here, which has no {name!r}{perhaps}."
 
 
 def _check_kind(path: Path) -> None:

@@ -43,20 +43,13 @@ def _array(given: Any) -> np.ndarray:
     """Read an array of bytes."""
     found: np.ndarray = np.empty(0)
     if isinstance(given, torch.Tensor):
-        found = given.detach().cpu().numpy()
+        found = _values(given)
         found = np.moveaxis(found, 0, -1) if found.ndim == 3 else found
     elif isinstance(given, np.ndarray):
         found = given
     found = found[..., None] if found.ndim == 2 else found
     if found.dtype != np.uint8 or found.ndim != 3 or found.shape[2] not in (1, 3, 4):
-        got = f"{type(given).__name__} {found.dtype} {found.shape}"
-        raise RequestError(
-            "this is no image",
-            wanted="a path, bytes, a Pillow image, (height, width, 3) bytes, or a tensor "
-            "(3, height, width) of them",
-            got=got,
-            do="Pass values from 0 to 255 as uint8",
-        )
+        raise _no_image(f"{type(given).__name__} {found.dtype} {found.shape}")
     if found.shape[0] * found.shape[1] > MOST_PIXELS:
         wanted = f"at most {MOST_PIXELS}"
         raise FormatError("the image has too many pixels", wanted=wanted, got=found.shape)
@@ -65,4 +58,23 @@ def _array(given: Any) -> np.ndarray:
         found[..., :3]
         if found.shape[2] > 1
         else np.broadcast_to(found, (*found.shape[:2], 3)).copy()
+    )
+
+
+def _values(given: torch.Tensor) -> np.ndarray:
+    """Return the bytes of a tensor; RequestError where it holds others, or none."""
+    if given.dtype != torch.uint8 or given.layout != torch.strided or given.is_meta:
+        layout = "" if given.layout == torch.strided else f" {given.layout}"
+        raise _no_image(f"a tensor {given.dtype}{layout} {tuple(given.shape)} on {given.device}")
+    found: np.ndarray = given.detach().resolve_neg().cpu().numpy()
+    return found
+
+
+def _no_image(got: str) -> RequestError:
+    return RequestError(
+        "this is no image",
+        wanted="a path, bytes, a Pillow image, (height, width, 3) bytes, or a tensor "
+        "(3, height, width) of them",
+        got=got,
+        do="Pass values from 0 to 255 as uint8",
     )

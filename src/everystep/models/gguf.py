@@ -8,7 +8,9 @@ reader's business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -19,11 +21,18 @@ from everystep.errors import FormatError, RequestError, UnsupportedError, shown
 from everystep.files.gguf import GgufFile
 from everystep.files.strict_json import whole_number
 from everystep.models.config import Fields
-from everystep.models.gguf_architectures import ARCHITECTURES, REFUSED, Architecture
+from everystep.models.gguf_architectures import (
+    ARCHITECTURES,
+    PER_LAYER,
+    REPEATED,
+    Architecture,
+    check_keys,
+)
 from everystep.models.gguf_weights import FLOATS, weight_of_blocks
 from everystep.models.load import InPanels, build_model
 from everystep.models.model import Model
 from everystep.nn.quantized import QuantizedWeight
+from everystep.nn.rotary import yarn_attention_factor
 from everystep.nn.rounding import Rounding
 
 GLOBAL = {
@@ -41,6 +50,21 @@ FREQUENCIES = "rope_freqs.weight"
 # Factors of Phi-3's rope, for short rows and for long ones.
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 _OF_ROPES = (FREQUENCIES, SHORT, LONG)
+# What else a configuration says after such a key.
+_DERIVED = {
+    "num_hidden_layers": "block_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rope_theta": "rope.freq_base",
+    "rope_local_base_freq": "rope.freq_base_swa",
+    "partial_rotary_factor": "rope.dimension_count",
+    "sliding_window": "attention.sliding_window",
+    "layer_types": "attention.sliding_window_pattern",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+}
+_SCALINGS = dict.fromkeys(("none", "linear", "yarn", "longrope"))
 # Whose rows some architectures hold in pairs, and what the configuration calls the heads' number.
 PERMUTED = {
     "self_attn.q_proj.": "num_attention_heads",
@@ -67,6 +91,19 @@ def build_gguf_model(
     """
     config = gguf_config(file)
     renamed = _Renamed(file, config)
+    with _in_words_of_the_file(file):
+        return _built(file, config, renamed, dtype, device, quantize, in_panels)
+
+
+def _built(
+    file: GgufFile,
+    config: Mapping[str, Any],
+    renamed: _Renamed,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    quantize: Literal["auto"] | Rounding | None,
+    in_panels: InPanels | None,
+) -> Model:
     blocks = {tensor.block.name for tensor in file.tensors.values()}
     rounding = None if quantize == "auto" else quantize
     rounded = ", ".join(sorted(blocks.difference(FLOATS)))
@@ -93,6 +130,23 @@ def build_gguf_model(
     )
 
 
+@contextmanager
+def _in_words_of_the_file(file: GgufFile) -> Iterator[None]:
+    """Let errors of a configuration speak of the file that it was read from, and of its keys."""
+    try:
+        yield
+    except (FormatError, UnsupportedError) as error:
+        text = str(error)
+        if "config.json" not in text:
+            raise
+        own = file.metadata["general.architecture"]
+        known = ARCHITECTURES[str(own)]
+        keys = {**_SIZES, **_DERIVED, known.epsilon: known.epsilon_key}
+        text = re.sub(r"config\.json(, rope parameters)?", lambda _: str(file.path), text)
+        names = re.compile(rf"\b({'|'.join(keys)})\b")
+        raise type(error)(names.sub(lambda one: f"{own}.{keys[one[0]]}", text)) from error
+
+
 def _float_type(file: GgufFile) -> torch.dtype:
     """Return the type of all matrices of a file of floats; float32 where they are of several."""
     found = {one.block.name for one in file.tensors.values() if len(one.shape) == 2}
@@ -101,10 +155,11 @@ def _float_type(file: GgufFile) -> torch.dtype:
 
 def gguf_config(file: GgufFile) -> dict[str, Any]:
     """Return the metadata in the words of a config.json."""
-    read = Fields(file.metadata, str(file.path))
-    architecture = read.text("general.architecture")
+    where = str(file.path)
+    architecture = Fields(file.metadata, where).text("general.architecture")
     known = _known(file, architecture)
     own = f"{architecture}."
+    read = Fields(_one_for_all_layers(file.metadata, own, where), where)
     config: dict[str, Any] = {name: read.integer(own + key) for name, key in _SIZES.items()}
     config["num_hidden_layers"] = read.count(f"{own}block_count")
     heads = config["num_attention_heads"]
@@ -126,6 +181,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     scaling = _scaling(file, read, own, config["max_position_embeddings"])
     if scaling is not None:
         config["rope_scaling"] = scaling
+    _check_repeated(read, own, config, known)
     if known.derived is not None:
         config |= known.derived(read, own, config)
     for name in ("bos", "eos"):
@@ -133,6 +189,30 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         if read.has(key):
             config[f"{name}_token_id"] = read.integer(key, least=0)
     return config
+
+
+def _one_for_all_layers(metadata: Mapping[str, object], own: str, where: str) -> dict[str, object]:
+    """Return the metadata with one number in place of an array that says it for every layer."""
+    found = dict(metadata)
+    layers = Fields(metadata, where).count(f"{own}block_count")
+    for key in (f"{own}{key}" for key in PER_LAYER):
+        value = metadata.get(key)
+        if not isinstance(value, list):
+            continue
+        if len(value) != layers:
+            raise FormatError(
+                f"{where}: {key} is impossible",
+                wanted=f"a number, or one for each of {layers} layers",
+                got=f"{len(value)} numbers",
+            )
+        if any(one != value[0] for one in value):
+            raise UnsupportedError(
+                f"{where}: layers of different sizes have no implementation here",
+                wanted=f"equal numbers in {key}",
+                got=shown(value),
+            )
+        found[key] = value[0]
+    return found
 
 
 def _known(file: GgufFile, architecture: str) -> Architecture:
@@ -144,55 +224,86 @@ def _known(file: GgufFile, architecture: str) -> Architecture:
             got=shown(architecture),
             do=do,
         )
-    for key, read_by in REFUSED.items():
-        value = file.metadata.get(f"{architecture}.{key}", 0)
-        if value not in (0, 1.0) and architecture not in read_by:
-            what = f"the GGUF key {architecture}.{key} has no implementation here"
-            raise UnsupportedError(what, got=value, do=do)
+    check_keys(file.metadata, architecture)
     if "token_embd.weight" not in file.tensors:
         raise FormatError("the GGUF file has no tensor token_embd.weight")
     return ARCHITECTURES[architecture]
 
 
 def _scaling(file: GgufFile, read: Fields, own: str, context: int) -> dict[str, Any] | None:
-    """Return RoPE scaling; Llama 3's comes as one factor per frequency, which longrope can say.
+    """Return RoPE scaling, with what the format's own programs take where a key is missing.
 
-    Phi-3's comes as two, and as what attention is multiplied by.
+    Llama 3's comes as one factor per frequency, which longrope can say, Phi-3's as two; a linear
+    factor divides by itself beside them.
     """
-    if SHORT in file.tensors and LONG in file.tensors:
-        trained = read.integer(f"{own}rope.scaling.original_context_length")
-        stretched: dict[str, Any] = {
-            "rope_type": "longrope",
-            "short_factor": file.dequantise(SHORT, torch.float64).tolist(),
-            "long_factor": file.dequantise(LONG, torch.float64).tolist(),
-            "original_max_position_embeddings": trained,
-        }
-        if read.has(f"{own}rope.scaling.attn_factor"):
-            stretched["attention_factor"] = _decimal(read, f"{own}rope.scaling.attn_factor")
-        return stretched
-    if FREQUENCIES in file.tensors:
-        factors = file.dequantise(FREQUENCIES, torch.float64).tolist()
+    prefix = f"{own}rope.scaling."
+    kind = read.choice(f"{prefix}type", _SCALINGS, "linear")
+    factor = 1.0 if kind == "none" else _factor(read, own)
+    trained = read.integer(f"{prefix}original_context_length", context)
+    magnitude = _decimal(read, f"{prefix}attn_factor", 1.0)
+    names = _factors_of_pairs(file)
+    if names is not None and kind != "yarn":
+        short, long = (file.dequantise(name, torch.float64) * factor for name in names)
         return {
             "rope_type": "longrope",
-            "short_factor": factors,
-            "long_factor": factors,
-            "attention_factor": 1.0,
-            "original_max_position_embeddings": context,
+            "short_factor": short.tolist(),
+            "long_factor": long.tolist(),
+            "original_max_position_embeddings": trained,
+            "attention_factor": magnitude,
         }
-    kind = read.text(f"{own}rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    if kind not in ("linear", "yarn"):
-        raise UnsupportedError(
-            "this RoPE scaling of a GGUF file has no implementation here",
-            wanted="none, linear or yarn",
-            got=shown(kind),
-        )
-    found = {"rope_type": kind, "factor": _decimal(read, f"{own}rope.scaling.factor")}
+    if names is not None or kind == "longrope":
+        beside = "with" if names else "without"
+        what = f"RoPE scaling of type {kind} has no implementation {beside} factors"
+        raise UnsupportedError(what, got=", ".join(names or ("no such tensors",)))
     if kind == "yarn":
-        trained = read.integer(f"{own}rope.scaling.original_context_length")
-        found["original_max_position_embeddings"] = trained
-    return found
+        turns = {
+            f"beta_{end}": _decimal(read, f"{prefix}yarn_beta_{end}")
+            for end in ("fast", "slow")
+            if read.has(f"{prefix}yarn_beta_{end}")
+        }
+        return {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": trained,
+            "attention_factor": magnitude * yarn_attention_factor(factor, None, None),
+            **turns,
+        }
+    if magnitude != 1:
+        what = f"{prefix}attn_factor has no implementation beside scaling of this type"
+        raise UnsupportedError(what, wanted="1", got=f"{magnitude} and {kind}")
+    return None if factor == 1 else {"rope_type": "linear", "factor": factor}
+
+
+def _factor(read: Fields, own: str) -> float:
+    """Read what positions are divided by, which has an older name; 0 is as good as none."""
+    names = (f"{own}rope.scaling.factor", f"{own}rope.scale_linear")
+    found = [_decimal(read, name) for name in names if read.values.get(name) not in (None, 0)]
+    if found and found[0] != found[-1]:
+        raise read.wrong(
+            names[1], f"{names[0]} = {found[0]}, of which it is another name", found[1]
+        )
+    return found[0] if found else 1.0
+
+
+def _factors_of_pairs(file: GgufFile) -> tuple[str, str] | None:
+    """Return the tensors that divide each frequency, in short rows and in long ones."""
+    if SHORT in file.tensors and LONG in file.tensors:
+        return SHORT, LONG
+    return (FREQUENCIES, FREQUENCIES) if FREQUENCIES in file.tensors else None
+
+
+def _check_repeated(read: Fields, own: str, config: Mapping[str, Any], known: Architecture) -> None:
+    """Refuse a file whose values, or layers with a window, are shaped unlike the others."""
+    size = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    rotated = round(config.get("partial_rotary_factor", 1.0) * size)
+    said = {"head_dim": size, "rotated": rotated, "rope_theta": config["rope_theta"]}
+    for key, name in REPEATED.items():
+        if known.honours(key) or not read.has(f"{own}{key}"):
+            continue
+        value = _decimal(read, f"{own}{key}")
+        if value != said[name]:
+            what = f"the GGUF key {own}{key} has no implementation with a value of its own"
+            raise UnsupportedError(what, wanted=said[name], got=value)
 
 
 def _decimal(read: Fields, key: str, default: float | None = None) -> float:

@@ -25,6 +25,49 @@ CONFIG_KEY = "quantization_config"
 METHOD, VERSION = "everystep", 1
 _FORMATS: tuple[Rounding, ...] = ("int8", "int4")
 _SUFFIXES = ("codes", "scales", "mins")
+_ANNOUNCED = (CONFIG_KEY, "compression_config", "quantization")
+"""Keys under which programs say that they quantised: the usual one, an older one, that of MLX."""
+
+_METHODS: Mapping[str, str] = {
+    "aqlm": "AQLM",
+    "auto-round": "AutoRound",
+    "awq": "AWQ",
+    "bitnet": "BitNet",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "eetq": "EETQ",
+    "fbgemm_fp8": "FBGEMM as FP8",
+    "fouroversix": "Four Over Six",
+    "fp8": "scales of FP8",
+    "fp_quant": "FP-Quant",
+    "gemma": "Gemma's own tools",
+    "gguf": "GGUF inside a folder",
+    "gptq": "GPTQ",
+    "higgs": "HIGGS",
+    "hqq": "HQQ",
+    "metal": "Metal kernels",
+    "mlx": "MLX",
+    "modelopt": "ModelOpt",
+    "mxfp4": "MXFP4",
+    "mxfp8": "MXFP8",
+    "nvfp4": "NVFP4",
+    "quanto": "Quanto",
+    "quark": "Quark",
+    "sinq": "SINQ",
+    "spqr": "SpQR",
+    "torchao": "torchao",
+    "vptq": "VPTQ",
+}
+"""What `quant_method` is called."""
+
+_UNDONE: Mapping[object, str] = {
+    "bitsandbytes": "from_pretrained(folder).dequantize()",
+    "compressed-tensors": "from_pretrained(folder, quantization_config="
+    "CompressedTensorsConfig(run_compressed=False))",
+    "fp8": "from_pretrained(folder, quantization_config=FineGrainedFP8Config(dequantize=True))",
+    "mxfp4": "from_pretrained(folder, quantization_config=Mxfp4Config(dequantize=True))",
+}
+"""How transformers makes floats again, which `save_pretrained` writes."""
 
 
 def folder_format(config: Mapping[str, Any]) -> Rounding | None:
@@ -32,19 +75,15 @@ def folder_format(config: Mapping[str, Any]) -> Rounding | None:
 
     Raise UnsupportedError for a method or version of others, FormatError for a wrong field.
     """
-    given = config.get(CONFIG_KEY)
-    if given is None:
+    key = next((one for one in _ANNOUNCED if config.get(one) is not None), None)
+    if key is None:
         return None
+    given = config[key]
     if not isinstance(given, Mapping):
-        raise FormatError(f"config.json: {CONFIG_KEY} should be an object", got=given)
+        raise FormatError(f"config.json: {key} should be an object", got=given)
     method, version = given.get("quant_method"), given.get("version")
-    if (method, version) != (METHOD, VERSION):
-        raise UnsupportedError(
-            "these quantised weights have no reader here",
-            wanted=f"quant_method {METHOD!r}, version {VERSION}",
-            got=f"quant_method {method!r}, version {version!r}",
-            do="Load the model that they were made from",
-        )
+    if (key, method, version) != (CONFIG_KEY, METHOD, VERSION):
+        raise _no_reader(given)
     for format in _FORMATS:
         if given.get("format") == format:
             return format
@@ -52,6 +91,24 @@ def folder_format(config: Mapping[str, Any]) -> Rounding | None:
         f"config.json: format in {CONFIG_KEY}",
         wanted=" or ".join(_FORMATS),
         got=shown(given.get("format")),
+    )
+
+
+def _no_reader(given: Mapping[str, Any]) -> UnsupportedError:
+    """Return the error for weights that another program has quantised, with a way out."""
+    method, version = given.get("quant_method"), given.get("version")
+    if method is None and given.keys() >= {"bits", "group_size"}:
+        method = "mlx"
+    if method is None and given.keys() & {"load_in_4bit", "load_in_8bit"}:
+        method = "bitsandbytes"
+    name = _METHODS.get(str(method), "another program") if method != METHOD else METHOD
+    undone = f", or undo it in transformers: {_UNDONE[method]}" if method in _UNDONE else ""
+    return UnsupportedError(
+        f"weights that were quantised by {name} have no reader here",
+        wanted=f"weights of floats, or quant_method {METHOD!r}, version {VERSION}",
+        got=f"quant_method {shown(method)}, version {shown(version)}",
+        do="Load the model that they were made from, with quantize='int8' or 'int4' where memory is"
+        f" short, or a GGUF file of it{undone}",
     )
 
 

@@ -2,13 +2,14 @@
 
 The newer form may hold one set per type of layer. Values beside the set (`rope_theta`,
 `partial_rotary_factor`, `original_max_position_embeddings`) fill what the set leaves open; the last
-one wins over the set, as in transformers. An unknown kind, or a key that the kind does not know,
-is an error.
+one wins over the set, as in transformers. What transformers leaves aside, and real files hold, is a
+warning that names it; an unknown kind, or any other key, is an error.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -60,15 +61,19 @@ def _parameters(outer: Fields, layer_type: str | None) -> dict[str, Any]:
 
 
 def _check_keys(values: Mapping[str, Any], kind: str) -> None:
-    # Keys of other kinds are often left over from an edit: they would be ignored in silence.
-    unknown = {k for k, v in values.items() if v is not None} - _COMMON - _KINDS[kind][1]
-    if unknown:
+    known = _COMMON | _KINDS[kind][1]
+    left = {key for key, value in values.items() if value is not None} - known
+    what = f"config.json: the rope parameters of type {kind!r} have keys it does not know"
+    if unknown := left - _ELSEWHERE:
         raise UnsupportedError(
-            f"config.json: the rope parameters of type {kind!r} have keys it does not know",
-            wanted=", ".join(sorted(_COMMON | _KINDS[kind][1])),
+            what,
+            wanted=", ".join(sorted(known)),
             got=", ".join(sorted(unknown)),
             do="Remove them",
         )
+    if left:
+        names = ", ".join(sorted(left))
+        warnings.warn(f"{what}, which change nothing, as in transformers: {names}", stacklevel=2)
 
 
 def _unscaled(outer: Fields, inner: Fields, dim: int) -> Scaling:
@@ -136,7 +141,7 @@ _Reader = Callable[[Fields, Fields, int], Scaling]
 _KINDS: Mapping[str, tuple[_Reader, set[str]]] = {
     "default": (_unscaled, set()),
     "linear": (_linear, {"factor"}),
-    "dynamic": (_dynamic, {"factor", _TRAINED}),
+    "dynamic": (_dynamic, {"factor"}),
     "yarn": (
         _yarn,
         {"factor", _TRAINED, "attention_factor", "beta_fast", "beta_slow"}
@@ -149,3 +154,10 @@ _KINDS: Mapping[str, tuple[_Reader, set[str]]] = {
     "llama3": (_llama3, {"factor", _TRAINED, "low_freq_factor", "high_freq_factor"}),
     "proportional": (_unscaled, {"factor"}),
 }
+_ELSEWHERE = {key for _, keys in _KINDS.values() for key in keys} | {
+    "attn_factor",
+    "finetuned",
+    "alpha",
+    "extrapolation_factor",
+}
+"""Keys that other kinds or other programs know, which real files hold without effect."""

@@ -2,18 +2,20 @@
 
 One operation of Python, such as comparing two large lists, can take hours or all memory, and
 nothing in the same process can stop it. The process of a template is kept for the next chat, so
-that only the first waits for its start.
+that only the first waits for its start. There are only so many processes at once, of all templates:
+each may fill its memory.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
-from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -31,8 +33,13 @@ from everystep.text.sandbox import TemplateLimits
 
 # How it shows that a process has ended, or says what it never would.
 _SILENT = (OSError, ValueError, TypeError, LookupError, RecursionError)
+MOST_PROCESSES = 8
+"""How many processes of templates there are at once, those that wait for a chat included."""
 _KEPT = 2  # processes of one template that wait for its next chat, at most
 _PATIENCE = 10.0  # seconds of the clock for each of processor time, on a busy machine
+_GLANCE = 0.25  # seconds between looks for a place that nobody gave back
+_BUSY = "No process that renders chat templates was free in time"
+_LATER = "Try again, or render fewer chats at once"
 _TOO_MUCH = "it needs more time or memory than a template gets"
 
 
@@ -44,9 +51,12 @@ class CagedProgram:
 
     def __init__(self, source: str, limits: TemplateLimits) -> None:
         self._source, self._limits = source, limits
-        first = _Cage(source, limits)
+        try:
+            first = _POOL.take(source, limits, self._deadline())
+        except _AllBusyError as error:
+            raise TokenizerError(_BUSY, got=str(error), do=_LATER) from None
         self.reads = first.reads
-        self._waiting = deque([first], maxlen=_KEPT)
+        _POOL.give_back(first, keep=True)
 
     def run(self, names: Mapping[str, Any]) -> Rendering:
         """Return the text as the template prints it, or why there is none."""
@@ -55,78 +65,149 @@ class CagedProgram:
         except (RecursionError, ValueError) as failure:
             what = "A message or variable has no place in a chat template"
             return Rendering(what=what, got=str(failure)[:500])
-        cage = self._next()
-        answer = cage.ask(question)
+        deadline = self._deadline()
+        try:
+            cage = _POOL.take(self._source, self._limits, deadline)
+        except _AllBusyError as error:
+            return Rendering(what=_BUSY, got=str(error), do=_LATER)
+        answer = cage.ask(question, deadline)
         # What failed may hold memory that the next chat needs.
-        if answer.what is None:
-            self._waiting.append(cage)
-        else:
-            cage.end()
+        _POOL.give_back(cage, keep=answer.what is None)
         return answer
 
-    def _next(self) -> _Cage:
-        while True:
-            try:
-                cage = self._waiting.pop()
-            except IndexError:
-                return _Cage(self._source, self._limits)
-            if cage.is_ours():
-                return cage
+    def _deadline(self) -> float:
+        """Return the moment by which a chat that comes now has its answer."""
+        return time.monotonic() + min(_PATIENCE * (1 + self._limits.seconds), caged.DAY)
+
+
+class _AllBusyError(Exception):
+    """No process was free in time."""
+
+
+class _Pool:
+    """All processes of templates, those at work and those that wait for the next chat."""
+
+    def __init__(self) -> None:
+        self.cages: weakref.WeakSet[_Cage] = weakref.WeakSet()
+        self._freed = threading.Condition()
+        self._waiting: list[_Cage] = []
+
+    def take(self, source: str, limits: TemplateLimits, deadline: float) -> _Cage:
+        """Return a process that has the template and is free.
+
+        Where none is, one starts; where there are as many as there may be, the one that has waited
+        longest ends for it. Where all of them work, the first that is free is waited for.
+        """
+        with self._freed:
+            while True:
+                if (cage := self._kept(source, limits)) is not None:
+                    return cage
+                if len(self.cages) >= MOST_PROCESSES and self._waiting:
+                    self._waiting.pop(0).end()
+                if len(self.cages) < MOST_PROCESSES:
+                    cage = _Cage(source, limits)
+                    self.cages.add(cage)
+                    break
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise _AllBusyError(f"{MOST_PROCESSES} at work")
+                self._freed.wait(min(left, _GLANCE))
+        cage.start(deadline)
+        return cage
+
+    def give_back(self, cage: _Cage, *, keep: bool) -> None:
+        """Keep a process for the next chat, or end it."""
+        with self._freed:
+            alike = [one for one in self._waiting if one.has(cage.source, cage.limits)]
+            if keep and len(alike) < _KEPT:
+                self._waiting.append(cage)
+            else:
+                cage.end()
+            self._freed.notify()
+
+    def end(self) -> None:
+        """End all of them; after a fork, leave them to the process that they belong to."""
+        for cage in list(self.cages):
+            cage.end()
+        # Another thread, which a forked process does not have, may have held the lock.
+        self._freed, self._waiting = threading.Condition(), []
+
+    def _kept(self, source: str, limits: TemplateLimits) -> _Cage | None:
+        for cage in reversed(self._waiting[:]):
+            if cage.has(source, limits):
+                self._waiting.remove(cage)
+                if cage.is_ours():
+                    return cage
+                cage.end()
+        return None
 
 
 class _Cage:
     """One process with one template; `reads` holds the names that the template takes."""
 
+    reads: frozenset[str]
+
     def __init__(self, source: str, limits: TemplateLimits) -> None:
-        self._limits = limits
-        self._process = _started()
+        self.source, self.limits = source, limits
+        self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
-        _RUNNING.add(self)
-        if self._exchange(None) is None:
+
+    def start(self, deadline: float) -> None:
+        """Start the process and let it compile the template."""
+        try:
+            self._process = _started()
+            if self._exchange(None, deadline) is None:
+                raise _no_process(f"{sys.executable} ends at once")
+            found = self._exchange(caged.packed([self.source, asdict(self.limits)]), deadline)
+            if not isinstance(found, list):
+                raise WrongTemplate(not_compiled(_TOO_MUCH) if found is None else _answer(found))
+        except BaseException:
             self.end()
-            raise _no_process(f"{sys.executable} ends at once")
-        found = self._exchange(caged.packed([source, asdict(limits)]))
-        if not isinstance(found, list):
-            self.end()
-            raise WrongTemplate(not_compiled(_TOO_MUCH) if found is None else _answer(found))
+            raise
         self.reads = frozenset(map(str, found))
 
-    def ask(self, names: bytes) -> Rendering:
+    def has(self, source: str, limits: TemplateLimits) -> bool:
+        """Return True if this is its template."""
+        return (self.source, self.limits) == (source, limits)
+
+    def ask(self, names: bytes, deadline: float) -> Rendering:
         """Render the template with these names."""
-        found = self._exchange(names)
+        found = self._exchange(names, deadline)
         return exceeded("The chat template", _TOO_MUCH) if found is None else _answer(found)
 
     def is_ours(self) -> bool:
         """Return True if it runs and is not that of a process from which this one was forked."""
-        return self._owner == os.getpid() and self._process.poll() is None
+        return self._owner == os.getpid() and self._process is not None and _runs(self._process)
 
     def end(self) -> None:
         """End the process; after a fork only close the pipes to it."""
+        _POOL.cages.discard(self)
+        process = self._process
+        if process is None:
+            return
         if self._owner == os.getpid():
-            self._process.kill()
-            self._process.wait()
+            _kill(process)
+            process.wait()
         else:
-            self._process.returncode = 0  # another process waits for it
-        for pipe in (self._process.stdin, self._process.stdout):
+            process.returncode = 0  # another process waits for it
+        for pipe in (process.stdin, process.stdout):
             with suppress(OSError):
                 cast(FileIO, pipe).close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_process"):
-            self.end()
+        self.end()
 
-    def _exchange(self, question: bytes | None) -> Any:
+    def _exchange(self, question: bytes | None, deadline: float) -> Any:
         """Sends a question, if any, and returns the answer; None if there is none in time."""
-        process = self._process
-        seconds = min(_PATIENCE * (1 + self._limits.seconds), caged.DAY)
-        clock = threading.Timer(seconds, process.kill)
+        process = cast("subprocess.Popen[bytes]", self._process)
+        clock = threading.Timer(max(deadline - time.monotonic(), 0), _kill, (process,))
         clock.daemon = True
         clock.start()
         try:
             if question is not None:
                 caged.send(cast(FileIO, process.stdin), question)
             # A character takes six bytes at most, written as an escape.
-            most = 6 * self._limits.text_characters + (1 << 20)
+            most = 6 * self.limits.text_characters + (1 << 20)
             data = caged.receive(cast(FileIO, process.stdout), most)
             return None if data is None else caged.unpacked(data)
         except _SILENT:
@@ -138,17 +219,30 @@ class _Cage:
             clock.cancel()
 
 
-_RUNNING: weakref.WeakSet[_Cage] = weakref.WeakSet()
-
-
-def _end_all() -> None:
-    for cage in list(_RUNNING):
-        cage.end()
-
-
-atexit.register(_end_all)
+_POOL = _Pool()
+atexit.register(_POOL.end)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_end_all)
+    os.register_at_fork(after_in_child=_POOL.end)
+
+
+def _runs(process: subprocess.Popen[bytes]) -> bool:
+    """Return whether it has not ended; its number stays its own until somebody waits for it."""
+    if process.returncode is not None or not hasattr(os, "waitid"):
+        return process.poll() is None
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it may have started, which is the group that it leads."""
+    if process.returncode is not None:  # its number may be another's by now
+        return
+    if hasattr(os, "killpg"):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
 
 
 def _started() -> subprocess.Popen[bytes]:

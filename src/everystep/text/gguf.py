@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers
 from tokenizers.processors import TemplateProcessing
 
-from everystep.errors import FormatError, UnsupportedError
+from everystep.errors import FormatError, UnsupportedError, nearest, shown
 from everystep.text.merges import check_lengths, cuts, merge_pairs
 from everystep.text.native import native_call
 from everystep.text.pretokenizers import splitting_rule
@@ -36,6 +36,60 @@ ID_KEYS = {
     "pad_token": "padding_token_id",
     "mask_token": "mask_token_id",
 }
+# What ends a text, beside the end of texts: turns, messages, and what coding models write between
+# files.
+_END_KEYS = (
+    "eos_token_id",
+    "eot_token_id",
+    "eom_token_id",
+    "fim_pad_token_id",
+    "fim_rep_token_id",
+    "fim_sep_token_id",
+)
+_MORE_ENDS = "eos_token_ids"
+_READ = frozenset(
+    {"model", "pre", "tokens", "token_type", "merges", "scores", _MORE_ENDS, "add_space_prefix"}
+    | {"add_bos_token", "add_eos_token", *ID_KEYS.values(), *_END_KEYS}
+)
+_IDLE = frozenset(
+    {"token_type_count", "cls_token_id", "prefix_token_id", "suffix_token_id", "middle_token_id"}
+    | {"fim_pre_token_id", "fim_suf_token_id", "fim_mid_token_id"}
+)
+"""Keys that change neither the ids of a text nor where it ends."""
+_UNUSED: Mapping[str, object] = {
+    "add_sep_token": False,
+    "remove_extra_whitespaces": False,
+    "precompiled_charsmap": [],
+}
+"""Keys without implementation, with the value that asks for nothing."""
+
+# Source: the tokens that llama.cpp takes for ends by their text (`llama-vocab.cpp`).
+_END_TOKENS = frozenset(
+    {
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|flush|>",
+        "<|calls|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "</s>",
+        "<|eom_id|>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "<|end_of_text|>",
+        "<end_of_utterance>",
+        "<eos>",
+        "<turn|>",
+        "<|tool_response>",
+    }
+)
+# Where a model has both of these, which end its turns, <|end|> ends but a part of one.
+_PARTED = frozenset({"<|return|>", "<|call|>"})
 
 T = TypeVar("T")
 Metadata = Mapping[str, object]
@@ -47,7 +101,8 @@ def read_gguf(metadata: Mapping[str, object]) -> tuple[tokenizers.Tokenizer, Set
     FormatError: counts, ids or merges contradict each other. UnsupportedError: the model or the
     splitting rule is not one that can be followed exactly.
     """
-    own = {key.removeprefix(PREFIX): metadata[key] for key in metadata if key.startswith(PREFIX)}
+    own = _own(metadata)
+    _check_keys(own)
     model = _value(own, "model", str)
     if model not in BUILDERS:
         raise UnsupportedError(
@@ -61,6 +116,48 @@ def read_gguf(metadata: Mapping[str, object]) -> tuple[tokenizers.Tokenizer, Set
         _add_tokens(backend, vocabulary)
         _add_ends(backend, own, vocabulary, bos)
     return backend, _settings(metadata, vocabulary.special)
+
+
+def ends_of_texts(metadata: Mapping[str, object]) -> list[int]:
+    """Return the ids that end a text: those that keys name, and added tokens spelled as ends.
+
+    The end of texts itself is first. FormatError: a key names no id of the vocabulary.
+    """
+    own = _own(metadata)
+    vocabulary = Vocabulary.read(own)
+    size = len(vocabulary.tokens)
+    named = [_id(own, key, size) for key in _END_KEYS if key in own]
+    more = _array(own, _MORE_ENDS, int) if _MORE_ENDS in own else []
+    if wrong := [id for id in more if not 0 <= id < size]:
+        raise _no_id(_MORE_ENDS, size, wrong[0])
+    spelled = [
+        id
+        for token, id in vocabulary.ids.items()
+        if token in _END_TOKENS and vocabulary.types[id] in MATCHED_WHOLE
+    ]
+    if vocabulary.ids.keys() >= _PARTED:
+        spelled = [id for id in spelled if vocabulary.tokens[id] != "<|end|>"]
+    return list(dict.fromkeys([*named, *more, *spelled]))
+
+
+def _own(metadata: Mapping[str, object]) -> dict[str, object]:
+    """Return the tokenizer's keys without their prefix."""
+    return {key.removeprefix(PREFIX): metadata[key] for key in metadata if key.startswith(PREFIX)}
+
+
+def _check_keys(own: Metadata) -> None:
+    """Refuse a key that may change the ids of a text and is not read."""
+    for key, value in own.items():
+        if key in _READ or key in _IDLE or (key in _UNUSED and value == _UNUSED[key]):
+            continue
+        close = None if key in _UNUSED else nearest(key, [*_READ, *_IDLE, *_UNUSED])
+        typo = f"If {PREFIX}{close} was meant, correct the key; otherwise l" if close else "L"
+        raise UnsupportedError(
+            f"the GGUF key {PREFIX}{key} has no implementation here",
+            wanted=_UNUSED.get(key, "only keys that are known"),
+            got=shown(value),
+            do=f"{typo}oad the tokenizer from the model's original folder (Tokenizer.from_folder)",
+        )
 
 
 @dataclass(frozen=True)
@@ -120,8 +217,6 @@ def _byte_level(own: Metadata, vocabulary: Vocabulary) -> tuple[tokenizers.Token
 
 
 def _sentencepiece(own: Metadata, vocabulary: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
-    if own.get("remove_extra_whitespaces"):
-        raise UnsupportedError("A SentencePiece model that removes extra spaces is not supported.")
     prefix = _flag(own, "add_space_prefix", True)
     kinds = vocabulary.types
     unknown = vocabulary.tokens[kinds.index(UNKNOWN)] if UNKNOWN in kinds else None
@@ -173,15 +268,21 @@ def _merges_by_score(vocabulary: Vocabulary, scores: list[float]) -> list[tuple[
 
 
 def _special_tokens(own: Metadata, tokens: list[str]) -> dict[str, str]:
-    ids = {name: _value(own, key, int) for name, key in ID_KEYS.items() if key in own}
-    for name, id in ids.items():
-        if not 0 <= id < len(tokens):
-            raise FormatError(
-                f"tokenizer.ggml.{ID_KEYS[name]} is not an id of the vocabulary",
-                wanted=f"0 to {len(tokens) - 1}",
-                got=id,
-            )
+    ids = {name: _id(own, key, len(tokens)) for name, key in ID_KEYS.items() if key in own}
     return {name: tokens[id] for name, id in ids.items()}
+
+
+def _id(own: Metadata, key: str, size: int) -> int:
+    """Read an id of a vocabulary of this size."""
+    id = _value(own, key, int)
+    if not 0 <= id < size:
+        raise _no_id(key, size, id)
+    return id
+
+
+def _no_id(key: str, size: int, got: int) -> FormatError:
+    what = f"tokenizer.ggml.{key} is not an id of the vocabulary"
+    return FormatError(what, wanted=f"0 to {size - 1}", got=got)
 
 
 def _add_ends(

@@ -1,7 +1,8 @@
 """A tokenizer in a folder of the Hugging Face layout: reading it whole, and writing it.
 
 `tokenizer.json` decides how text is split and what is put before and after it; `add_bos_token`
-and `add_eos_token` of `tokenizer_config.json` change nothing then, as in transformers (5.23).
+and `add_eos_token` of `tokenizer_config.json` change nothing then, as in transformers (5.23), but
+the flags of its added tokens count more, and a token with a name is special.
 Without it the vocabulary that the folder came with is read (`original.py`). The other files add
 names, sides, limits and chat templates. Nothing is fetched, and nothing in the folder is run.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,10 +63,15 @@ def read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, Settings]:
     wrong."""
     config: dict[str, Any] = read_json(folder / TOKENIZER_CONFIG) or {}
     tokens_map = read_json(folder / SPECIAL_TOKENS) or {}
+    older = read_json(folder / ADDED_TOKENS)
+    if older and not config.get("added_tokens_decoder"):
+        named = {*named_tokens(tokens_map, config).values(), *_extra_tokens(config)}
+        config["added_tokens_decoder"] = _numbered(older, folder / ADDED_TOKENS, named)
     original = None if is_there(folder / TOKENIZER) else _read_original(folder, config)
     backend = original.backend if original else _read_backend(folder)
     _check_growth(backend, folder)
-    _add_listed_tokens(backend, config)
+    own_flags = {} if original or not older else backend.get_added_tokens_decoder()
+    _add_listed_tokens(backend, config, own_flags)
     known = original.special if original else {}
     own = {name: token for name, token in known.items() if backend.token_to_id(token) is not None}
     special = named_tokens(own, tokens_map, config)
@@ -177,20 +183,21 @@ def _read_original(folder: Path, config: dict[str, Any]) -> Original:
             got=", ".join(sorted(p.name for p in folder.glob("token*"))) or "no such file",
             do="Save the tokenizer with tokenizers.Tokenizer.save, or load the model alone",
         )
-    older = read_json(folder / ADDED_TOKENS)
-    if older and not config.get("added_tokens_decoder"):
-        config["added_tokens_decoder"] = _numbered(older, folder / ADDED_TOKENS)
     return read_original(folder, config)
 
 
-def _numbered(ids: Mapping[str, object], path: Path) -> dict[str, Any]:
-    """Added tokens by id, as `tokenizer_config.json` lists them, of an older file by token."""
+def _numbered(ids: Mapping[str, object], path: Path, named: set[str]) -> dict[str, Any]:
+    """Return added tokens by id, as `tokenizer_config.json` lists them, of an older file by token.
+
+    Those that have a name elsewhere are special.
+    """
     found: dict[str, Any] = {}
     for token, id in ids.items():
         if type(id) is not int or id < 0 or str(id) in found:
             what = f"{path} is wrong"
             raise FormatError(what, wanted="an id of its own for each token", got=repr(id)[:200])
-        found[str(id)] = {"content": token}
+        special = token in named
+        found[str(id)] = {"content": token, "special": special, "normalized": not special}
     return found
 
 
@@ -240,8 +247,13 @@ def _longest_rule(rules: bytes) -> float:
     return float(max(map(len, rules[4 + table :].split(b"\0")), default=1) or 1)
 
 
-def _add_listed_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Makes every token that the configuration lists by id part of the vocabulary."""
+def _add_listed_tokens(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], kept: Container[int]
+) -> None:
+    """Makes every token that the configuration lists by id part of the vocabulary, with the flags
+    that it has there, but for the ids that are kept as they are.
+    """
+    named = {text for name in NAMES if (text := token_text(config.get(name), name))}
     known = backend.get_added_tokens_decoder()
     listed = config.get("added_tokens_decoder") or {}
     if not isinstance(listed, Mapping):
@@ -254,8 +266,11 @@ def _add_listed_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any])
             got=shown(next(id for id, number in numbers.items() if number is None)),
         )
     for id, token in sorted(listed.items(), key=lambda item: numbers[item[0]] or 0):
-        if numbers[id] not in known:
-            added = _added_token(token)
+        if numbers[id] in kept:
+            continue
+        added = _added_token(token)
+        added.special = added.special or added.content in named
+        if repr(added) != repr(known.get(numbers[id] or 0)):
             backend.add_tokens([added])
             place = backend.token_to_id(added.content)
             if place != numbers[id]:
@@ -274,7 +289,11 @@ def _add_named_tokens(
 ) -> None:
     """Makes every token that the configuration names part of the vocabulary."""
     names = [*special.values(), *_extra_tokens(tokens_map), *_extra_tokens(config)]
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    plain = [known[it] for it in special.values() if it in known and not known[it].special]
+    for one in plain:
+        one.special = True
+    backend.add_tokens(plain)
     flagged = {
         token.get("content"): {**token, "special": True}
         for source in (tokens_map, config)

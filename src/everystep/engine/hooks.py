@@ -31,7 +31,7 @@ from everystep.types import (
     Sequence,
     TokenTable,
 )
-from everystep.types.given_tensors import flaw_of, require_handed_back
+from everystep.types.given_tensors import flaw_of, misfit_of
 from everystep.types.hooks import Hook
 from everystep.types.stored import Chain, remembered
 
@@ -215,18 +215,19 @@ class Hooking:
                 wanted=f"one of gives = {shown(hook.gives)}",
                 do="Name in gives what before_step may give",
             )
-        own = type(hook).__name__
-        what, do = f"what {own} gives as {name} does not fit", f"Return that from {own}"
         if name == "embeds":
             if self.width is None:
                 self.width = self.embed(torch.zeros(1, dtype=torch.int64)).shape[-1]
-            found = require_handed_back(values, what, (count, self.width), do=do)
+            misfit = misfit_of(values, (count, self.width))
         else:
             spec = self.executor.inputs[name]
             shape = spec.shape_of(count, values if flaw_of(values) is None else torch.empty(0))
-            found = require_handed_back(values, what, shape, holds="any", do=do)
-            if not spec.takes(found.dtype):
-                raise nonsense(hook, name, str(spec.dtype), found.dtype)
+            misfit = misfit_of(values, shape, holds="any")
+            if misfit is None and not spec.takes(values.dtype):
+                misfit = str(spec.dtype), str(values.dtype)
+        if misfit is not None:
+            raise nonsense(hook, name, *misfit)
+        found: Tensor = values.detach()
         return found.clone()  # a hook may write to its own again
 
 

@@ -15,7 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from everystep.processors.best import is_wide, without
 from everystep.processors.edits import Edit
 from everystep.processors.stacking import Argument, Numbers, admit, require_rows
 from everystep.types import Prompt, Rows, Scores, Sequence, TokenTable, nobodys
-from everystep.types.given_tensors import require_handed_back, require_tensor
+from everystep.types.given_tensors import misfit_of, require_tensor
 
 
 class LogitsProcessor:
@@ -268,12 +268,11 @@ class UserProcessor:
         return torch.cat(parts) if parts else scores
 
     def _checked(self, result: object, scores: Tensor) -> Tensor:
-        found = require_handed_back(
-            result,
-            f"logits processor {shown(self.call)} returned something else than scores",
-            tuple(scores.shape),
-            device=scores.device,
-            do="Let it return the scores, changed or not",
-        )
+        misfit = misfit_of(result, tuple(scores.shape), device=scores.device)
+        if misfit is not None:
+            what = f"logits processor {shown(self.call)} returned something else than scores"
+            do = "Let it return the scores, changed or not"
+            raise RequestError(what, wanted=misfit[0], got=misfit[1], do=do)
+        found = cast(Tensor, result).detach()
         # Wider than 16 bits is what the draws read; narrower floats keep their order in it.
         return found.to(scores.dtype) if found.dtype.itemsize < scores.dtype.itemsize else found

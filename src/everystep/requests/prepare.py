@@ -149,7 +149,7 @@ def prepare(
     together, coded, fills = runs != "continuous", how is not None, cache is not None
     require_rows_fit(subject, inputs, strategy.width, together=together, coded=coded)
     rows = _requests(subject, options, inputs, runs, strategy, drafts, new, most, fills=fills)
-    if new > _AHEAD and _ends_by_length(rows[0]):
+    if new > _AHEAD and _ends_by_length(strategy, rows[0].stops, bool(options.steering.hooks)):
         width, ahead = strategy.width, new - 1  # the last token is not fed
         require_rows_fit(subject, inputs, width, ahead, together=together, coded=coded)
     shows = fields.output_hidden_states or fields.output_attentions
@@ -528,10 +528,10 @@ def _require_room(model: Subject, cache: Cache, rows: int) -> None:
         require_memory(needed, what, "Make it with a smaller max_cache_len", model.device)
 
 
-def _ends_by_length(request: Request) -> bool:
+def _ends_by_length(strategy: Strategy, stops: tuple[Stop, ...], hooked: bool) -> bool:
     """Return whether nothing but its length can end a row."""
-    ours = isinstance(request.strategy, Greedy | Sample | BestOf | BeamSettings | Contrastive)
-    return ours and not request.hooks and all(isinstance(s, MaxLength) for s in request.stops)
+    ours = isinstance(strategy, Greedy | Sample | BestOf | BeamSettings | Contrastive)
+    return ours and not hooked and all(isinstance(stop, MaxLength) for stop in stops)
 
 
 def row_bytes(model: Subject, length: int) -> int:

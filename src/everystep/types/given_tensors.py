@@ -37,20 +37,15 @@ def require_tensor(
     raise RequestError(f"{name} does not fit", wanted=wanted, got=got, do=do)
 
 
-def require_handed_back(
+def misfit_of(
     found: object,
-    what: str,
     shape: tuple[int, ...],
     *,
     holds: Literal["integers", "floats", "any"] = "floats",
     device: torch.device | None = None,
-    do: str,
-) -> Tensor:
-    """Return the tensor that a caller's code handed back.
-
-    Raise RequestError, which begins with `what`, for anything else, another shape, content or
-    device.
-    """
+) -> tuple[str, str] | None:
+    """Return what was wanted of a tensor that a caller's code hands back, and what was got; None
+    where it is a dense tensor of this shape, content and device."""
     got = flaw_of(found)
     if got is None and isinstance(found, Tensor):
         if tuple(found.shape) != shape:
@@ -60,11 +55,10 @@ def require_handed_back(
         elif device is not None and found.device != device:
             got = f"one on {found.device}"
         else:
-            return found.detach()
+            return None
     content = "" if holds == "any" else f" of {holds}"
     place = "" if device is None or device.type == "cpu" else f" on {device}"
-    wanted = f"a tensor{content} of shape {shape}{place}"
-    raise RequestError(what, wanted=wanted, got=got, do=do)
+    return f"a tensor{content} of shape {shape}{place}", str(got)
 
 
 def flaw_of(given: object) -> str | None:

@@ -42,7 +42,7 @@ class Readout(Protocol):
 
     @property
     def narrows(self) -> bool:
-        """Whether it leaves likely tokens only."""
+        """True if it leaves likely tokens only."""
 
     def mix(
         self,

@@ -70,10 +70,10 @@ def read_before(model: LanguageModel) -> Callable[[es.AsyncEngine], None]:
         session: Any = engine._session
         asked, own = session.asked, session.own_request
 
-        def asked_once(given: dict[str, Any], since: float) -> Any:
+        def asked_once(prompt: list[int], given: dict[str, Any], since: float) -> Any:
             key = tuple(given.items())
             if key not in known:
-                known[key] = asked(given, since)
+                known[key] = asked(prompt, given, since)
             return known[key]
 
         def read_once(prompt: list[int], index: int, options: Any) -> Request:

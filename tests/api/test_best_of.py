@@ -191,7 +191,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "greedy": ({"do_sample": False, "temperature": None}, "do_sample=True"),
     "beams": ({"num_beams": 2}, "num_beams"),
     "lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
-    "more results than samples": ({"num_return_sequences": 9}, "at least 9"),
+    "more results than samples": ({"num_return_sequences": 9}, "a number from 9"),
     "none": ({"best_of": 0}, "best_of is impossible"),
     "two functions": ({"majority": len, "scorer": len}, "two ways"),
     "no function": ({"scorer": "len"}, "scorer is no function"),

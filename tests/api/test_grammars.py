@@ -318,9 +318,12 @@ def test_there_are_no_more_hypotheses_than_texts_of_the_grammar(beams: dict[str,
     asked = {"choices": ["yes", "no"], "num_return_sequences": 4, **beams}
     found = es.generate(model(), TOKENIZER, PROMPTS[0], **asked, **COMMON)
     texts = [one.text for one in found]
-    assert {*texts} == {"yes", "no"}
+    if "force_words_ids" in beams:  # no text has the word, and what fulfils nothing is not kept
+        assert texts and {*texts} <= {"yes", "no"}
+    else:
+        assert {*texts} == {"yes", "no"}
     if "num_beam_groups" not in beams:  # groups may find the same
-        assert len(texts) == 2
+        assert len(texts) == len({*texts})
     out = model().generate(**TOKENIZER(PROMPTS[0], return_tensors="pt"), tokenizer=TOKENIZER,
                            **asked, **COMMON)  # fmt: skip
     assert len(out.sequences) == 4  # a rectangle is filled up

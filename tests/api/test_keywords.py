@@ -46,6 +46,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], type | None]] = {
     "verify": (es.verify, LoadOptions),
     "layout_prompt": (es.layout_prompt, None),
     "read_sound": (es.read_sound, None),
+    "register_activation": (es.register_activation, None),
     "set_seed": (es.set_seed, None),
     "validate_stopping_criteria": (es.validate_stopping_criteria, None),
 }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from everystep.engine import DoLa
-from everystep.processors.base import Following
+from everystep.processors.base import Permitting
 from everystep.testing.hash_function import HashFunction
 from everystep.types import (
     AfterStep,
@@ -117,7 +117,7 @@ class Prefix:
         """(V,) bool: what no grammar, allowed sequence or function of prefixes rules out."""
         free = torch.zeros(1, self.function.vocab_size)
         for processor in self.request.processors:
-            if isinstance(processor, Following):
+            if isinstance(processor, Permitting):
                 free = processor(self._rows(tokens, None), free)
         return free[0] == 0
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from everystep.processors.allowed import AllowedSequencesLogitsProcessor
+from everystep.processors.grammars.mask import GrammarMask
 from everystep.strategies.classic import BankedBeams
 from everystep.strategies.constrained import ConstrainedBeam
 from everystep.strategies.constraint_list import ConstraintListState
@@ -126,12 +128,15 @@ def _from_banks(
 ) -> list[tuple[list[int], float]]:
     """The beams from which every bank gives one in turn, the highest first."""
     offers = list(going)
+    followed = (GrammarMask, AllowedSequencesLogitsProcessor)
+    follows = any(isinstance(one, followed) for one in prefix.request.processors)
     for beam, row in zip(beams, total.tolist(), strict=True):
         state = _progress(prefix, strategy, beam)
         for token in () if state.completed else state.advance() or ():
             tokens = [*beam, token]
             limits = prefix.reason(tokens) in (None, "length", "time")
-            if limits and tokens not in [known for known, _ in offers]:
+            crowds = follows and row[token] == -torch.inf
+            if limits and not crowds and tokens not in [known for known, _ in offers]:
                 offers.append((tokens, row[token]))
     if len(offers) == len(going):
         return going

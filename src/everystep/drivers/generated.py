@@ -94,8 +94,8 @@ class Reply:
         if (error := group.error) is not None:
             done = next(one for one in group.done if one.reason.kind == "error")
             return [self.failed(error, done.tokens, group.request.prompt.length)]
-        first, *others = results_of(group)
-        return self.of(group, [first, *(one for one in others if one is not NOTHING)])
+        found = results_of(group)
+        return self.of(group, [one for one in found if one is not NOTHING] or found[:1])
 
     def of(self, group: Group, finished: Iterable[Finished]) -> list[Generated]:
         """Return these hypotheses of a group."""
@@ -127,7 +127,8 @@ class Reply:
         if group.error is None and not self.options.effective.return_dict_in_generate:
             plain = self.tokenizer is None
             values = [list(one.tokens) if plain else one.text for one in results]
-        return values[0] if len(values) == 1 else values
+        alone = group.error is not None or group.request.strategy.returns == 1
+        return values[0] if alone else values
 
     def trim(self, request: Request) -> tuple[tuple[str, ...], str] | None:
         """Return the stop strings that the texts of a request lose and the end of its prompt, if

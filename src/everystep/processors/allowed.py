@@ -22,7 +22,7 @@ from torch import Tensor
 from everystep.config.kinds import plain
 from everystep.draws import on_host
 from everystep.errors import RequestError, shown
-from everystep.processors.base import Following, Narrowing, remembers
+from everystep.processors.base import Narrowing, Permitting, remembers
 from everystep.processors.bias import only_allowed
 from everystep.processors.stacking import Numbers
 from everystep.types import Rows, Scores
@@ -133,7 +133,7 @@ class TrieWalk:
 
 
 @dataclass(frozen=True)
-class AllowedSequencesLogitsProcessor(Narrowing, Following):
+class AllowedSequencesLogitsProcessor(Narrowing, Permitting):
     """Only tokens that go on with an allowed sequence may follow, and where one ends an end token.
 
     A sequence that others led out of the set, by forced ids, can only end. Where everything allowed

@@ -134,7 +134,7 @@ def processed_lists(processor: LogitsProcessor, rows: Rows, scores: Scores) -> S
     return replace(scores, values=processor.process(rows, scores.values), totals=None)
 
 
-class Following(LogitsProcessor, ABC):
+class Permitting(LogitsProcessor, ABC):
     """Base of the processors that know what may follow, whatever the scores are."""
 
     @abstractmethod

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from everystep.config.kinds import BIASES, COUNT, ONE_OR_MORE_IDS, WORDS, Kind, is_number, require
 from everystep.errors import RequestError
-from everystep.processors.base import Editing, Following, LogitsProcessor
+from everystep.processors.base import Editing, LogitsProcessor, Permitting
 from everystep.processors.edits import Edit, places
 from everystep.processors.stacking import Argument
 from everystep.types import Rows
@@ -146,7 +146,7 @@ class NoBadWordsLogitsProcessor(_Biases):
 
 
 @dataclass(frozen=True)
-class PrefixConstrainedLogitsProcessor(Following):
+class PrefixConstrainedLogitsProcessor(Permitting):
     """Only tokens that `prefix_allowed_tokens_fn(batch_id, ids)` returns may follow.
 
     A batch id counts searches of `num_beams` rows, from `first` on. Where everything allowed is

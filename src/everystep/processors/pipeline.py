@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from everystep.processors.base import (
-    Following,
     LogitsProcessor,
     Narrowing,
+    Permitting,
     UserProcessor,
     reads_rows,
 )
@@ -87,10 +87,10 @@ def allowed_tokens(rows: Rows, scores: Tensor) -> Tensor | None:
 
     None where no row has any of these.
     """
-    owners: dict[Following, list[int]] = {}
+    owners: dict[Permitting, list[int]] = {}
     for r, sequence in enumerate(rows.sequences):
         for one in sequence.request.processors:
-            if isinstance(one, Following):
+            if isinstance(one, Permitting):
                 owners.setdefault(one, []).append(r)
     if not owners:
         return None

@@ -8,6 +8,7 @@ there, what the prompt fulfils counts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError
+from everystep.processors.allowed import AllowedSequencesLogitsProcessor as AllowedSequences
+from everystep.processors.grammars.mask import GrammarMask
 from everystep.strategies.banks import Candidate
 from everystep.strategies.base import Batch, strategy
 from everystep.strategies.classic import BankedBeams
@@ -125,8 +128,14 @@ class ConstrainedBeam(BankedBeams):
         return [offers[place].one for place in chosen.tolist()]
 
     def _advancing(self, batch: Batch, on: list[Candidate], scores: np.ndarray) -> Iterator[Offer]:
-        """Yield what brings beams further and is not among those that go on anyway."""
+        """Yield what brings beams further and is not among those that go on anyway.
+
+        As in transformers, that may be a token that is ruled out; but where a grammar is followed,
+        such beams would crowd out those that follow it.
+        """
         first = on[0].parent // self.width * self.width
+        processors = batch.sequences[first].request.processors
+        follows = any(isinstance(one, GrammarMask | AllowedSequences) for one in processors)
         taken = {(_said(batch, one.parent), one.token) for one in on}
         found: list[Candidate] = []
         for row in range(first, first + self.width):
@@ -139,7 +148,7 @@ class ConstrainedBeam(BankedBeams):
         reasons = batch.stops(parents, np.array([one.token for one in found], dtype=np.int64))
         for one, reason in zip(found, reasons, strict=True):
             one = one._replace(reason=reason)
-            if not one.ended:
+            if not one.ended and not (follows and one.score == -math.inf):
                 yield Offer(one, self._after(batch, one))
 
     def left(self, batch: Batch, going: list[Candidate]) -> list[Candidate]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError
-from everystep.processors.base import Following, Narrowing, Overwriting, remembers
+from everystep.processors.base import Narrowing, Overwriting, Permitting, remembers
 from everystep.processors.best import is_wide
 from everystep.processors.grammars.grammar import Grammar, GrammarPlace, tokens_in
 from everystep.processors.stacking import Numbers, column
@@ -26,7 +26,7 @@ _KEY = "grammar"
 
 
 @dataclass(frozen=True)
-class GrammarMask(Overwriting, Narrowing, Following):
+class GrammarMask(Overwriting, Narrowing, Permitting):
     """Only what goes on with a text of the grammar may follow, and `ends` where one is complete.
 
     `source`: the grammar as text, by which a saved run knows it. Ids before the first generated one

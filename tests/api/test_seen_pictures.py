@@ -15,7 +15,12 @@ from everystep.requests.pictures import Seen
 from tests.api.asking import runs
 from tests.images.making import drawn, write_folder
 
-ASKED: dict[str, Any] = {"max_new_tokens": 4, "eos_token_id": None, "return_dict_in_generate": True}
+ASKED: dict[str, Any] = {
+    "do_sample": False,
+    "max_new_tokens": 4,
+    "eos_token_id": None,
+    "return_dict_in_generate": True,
+}
 
 
 @pytest.fixture(scope="module")

@@ -28,10 +28,10 @@ generate, stream, chat = es.generate, es.stream, es.chat
 Wrong = tuple[Any, tuple[Any, ...], dict[str, Any], list[str]]
 # fmt: off
 WRONG: dict[str, Wrong] = {
-    "swapped": (generate, (TOKENIZER, MODEL, "x"), {}, ["each other's place", "es.load"]),
-    "swapped in a stream": (stream, (TOKENIZER, MODEL, "x"), {}, ["each other's place"]),
-    "swapped in a chat": (chat, (TOKENIZER, MODEL, "x"), {}, ["each other's place"]),
-    "swapped without a prompt": (generate, (TOKENIZER, MODEL), {}, ["each other's place"]),
+    "swapped": (generate, (TOKENIZER, MODEL, "x"), {}, ["are swapped", "es.load"]),
+    "swapped in a stream": (stream, (TOKENIZER, MODEL, "x"), {}, ["are swapped"]),
+    "swapped in a chat": (chat, (TOKENIZER, MODEL, "x"), {}, ["are swapped"]),
+    "swapped without a prompt": (generate, (TOKENIZER, MODEL), {}, ["are swapped"]),
     "no model": (generate, (None, TOKENIZER, "x"), {}, ["no model", "NoneType"]),
     "the name of a model": (generate, ("smollm2", TOKENIZER, "x"), {}, ["no model", "es.load"]),
     "the pair of load": (generate, ((MODEL, TOKENIZER), "x"), {}, ["no model", "tuple"]),

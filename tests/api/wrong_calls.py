@@ -140,7 +140,7 @@ PROMPTS: list[Wrong] = [
 LENGTHS: list[Wrong] = [
     ("full", {"max_length": 3}, Bad, ["no room", "max_length=3", "3 positions", "max_new_tokens"]),
     ("full of embeddings", embedded(max_length=2), Bad, ["no room", "max_length=2", "3 positions"]),
-    ("no tokens", {"max_new_tokens": 0}, Bad, ["max_new_tokens", "at least 1", "got 0"]),
+    ("no tokens", {"max_new_tokens": 0}, Bad, ["max_new_tokens", "from 1 to", "got 0"]),
     ("negative length", {"max_length": -5}, Bad, ["max_length", "-5"]),
     ("broken length", {"max_new_tokens": 2.5}, Bad, ["max_new_tokens", "integer", "2.5"]),
     ("length as text", {"max_new_tokens": "ten"}, Bad, ["max_new_tokens", "'ten'"]),
@@ -176,7 +176,7 @@ CHOICES: list[Wrong] = [
     ("typical_p", sampled(typical_p=0.0), Bad, ["typical_p", "above 0"]),
     ("epsilon", sampled(epsilon_cutoff=1.0), Bad, ["epsilon_cutoff", "below 1"]),
     ("eta", sampled(eta_cutoff=-0.1), Bad, ["eta_cutoff", "-0.1"]),
-    ("beams", {"num_beams": 0}, Bad, ["num_beams", "at least 1"]),
+    ("beams", {"num_beams": 0}, Bad, ["num_beams", "from 1 to"]),
     ("returns", {"num_beams": 2, "num_return_sequences": 3}, Bad,
      ["num_return_sequences=3", "num_beams=2"]),
     ("greedy returns", {"num_return_sequences": 2}, Bad, ["num_return_sequences", "do_sample"]),

@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 def text_of(call: Caller, *arguments: str) -> str:
     """The tokens that a command line finds."""
-    outcome = call("generate", "hello", "--chat", "--json", "-n", "12", *arguments)
+    outcome = call("generate", "hello", "--chat", "--json", "-n", "12", "--seed", "3", *arguments)
     assert (outcome.code, outcome.err) == (0, "")
     return json.loads(outcome.out)["results"][0]["text"]
 

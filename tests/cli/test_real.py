@@ -30,22 +30,20 @@ def generated(call: Caller, *arguments: str) -> dict[str, object]:
 def test_the_answer_is_the_librarys(folder: Path, call: Caller) -> None:
     model, tokenizer = es.load(folder)
     messages = [{"role": "user", "content": "hello"}]
-    wanted = es.generate(model, tokenizer, messages, max_new_tokens=9)
-    (result,) = generated(call, "-m", str(folder), "-n", "9")["results"]
+    wanted = es.generate(model, tokenizer, messages, max_new_tokens=9, seed=3)
+    (result,) = generated(call, "-m", str(folder), "-n", "9", "--seed", "3")["results"]
     assert result["text"] == wanted
     assert (len(result["tokens"]), result["finish_reason"]) == (9, "length")
 
 
 def test_streamed_text_is_the_documents_text(folder: Path, call: Caller) -> None:
-    (result,) = generated(call, "-m", str(folder), "-n", "30")["results"]
-    assert (
-        call("generate", "--chat", "hello", "-m", str(folder), "-n", "30").out
-        == result["text"] + "\n"
-    )
+    line = ("-m", str(folder), "-n", "30", "--seed", "3")
+    (result,) = generated(call, *line)["results"]
+    assert call("generate", "--chat", "hello", *line).out == result["text"] + "\n"
 
 
 def test_a_seed_repeats_the_draws(folder: Path, call: Caller) -> None:
-    line = ("-m", str(folder), "--do-sample", "--seed", "4", "--num-return-sequences", "3")
+    line = ("-m", str(folder), "-n", "20", "--seed", "4", "--num-return-sequences", "3")
     first, second = generated(call, *line), generated(call, *line)
     assert first["results"] == second["results"]
     assert len({result["text"] for result in first["results"]}) == 3

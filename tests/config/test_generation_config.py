@@ -46,7 +46,6 @@ def test_every_default_could_be_set() -> None:
     ("name", "nearest"),
     [
         ("temprature", "temperature"),
-        ("max_tokens", "max_new_tokens"),
         ("topk", "top_k"),
         ("repetition_penality", "repetition_penalty"),
         ("num_beam", "num_beams"),
@@ -55,6 +54,11 @@ def test_every_default_could_be_set() -> None:
 def test_a_mistyped_name_is_refused_with_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(UnknownArgumentError, match=rf"'{name}'. The nearest is {nearest}\."):
         GenerationConfig(**{name: 1})
+
+
+def test_a_name_of_another_library_is_answered_with_ours() -> None:
+    with pytest.raises(UnknownArgumentError, match="Perhaps you meant max_new_tokens"):
+        GenerationConfig(max_tokens=1)  # type: ignore[call-arg]
 
 
 def test_a_mistyped_attribute_is_refused() -> None:
@@ -75,10 +79,10 @@ def test_an_unknown_attribute_cannot_be_read() -> None:
 # --- values ---------------------------------------------------------------------------------------
 
 WRONG: list[tuple[str, Any, str]] = [
-    ("max_length", 0, "an integer of at least 1"),
-    ("max_new_tokens", -1, "an integer of at least 1"),
-    ("max_new_tokens", 2.5, "an integer of at least 1"),
-    ("max_new_tokens", True, "an integer of at least 1"),
+    ("max_length", 0, "an integer from 1 to"),
+    ("max_new_tokens", -1, "an integer from 1 to"),
+    ("max_new_tokens", 2.5, "an integer from 1 to"),
+    ("max_new_tokens", True, "an integer from 1 to"),
     ("min_length", -1, "an integer of at least 0"),
     ("early_stopping", "always", "one of True, False, 'never'"),
     ("early_stopping", 1, "one of True, False, 'never'"),
@@ -88,8 +92,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("stop_strings", [1], "a string or a list of strings"),
     ("do_sample", "yes", "True or False"),
     ("do_sample", 1, "True or False"),
-    ("num_beams", 0, "an integer of at least 1"),
-    ("num_beams", "4", "an integer of at least 1"),
+    ("num_beams", 0, "an integer from 1 to"),
+    ("num_beams", "4", "an integer from 1 to"),
     ("temperature", -0.5, "a number of at least 0"),
     ("temperature", float("nan"), "a number of at least 0"),
     ("temperature", "hot", "a number of at least 0"),

@@ -22,7 +22,7 @@ from everystep.stops.ends import MaxLength
 from everystep.types import Prompt, Request, Rows
 from tests.judges.textbook import Hypothesis, Prefix, told
 from tests.matrix.rows import Row
-from tests.matrix.subjects import VOCABULARY, Subject
+from tests.matrix.subjects import Subject
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ModelPrefix(Prefix):
         request = self.request
         mixed, readout = self.logits(tokens), request.readout
         if isinstance(readout, DoLa):
-            may = self._may_follow(tokens)
+            may = self._may_follow(tokens, len(mixed))
             mixed, readout = self._contrasted(mixed, tokens, readout.layers, may), readout.then
         if isinstance(readout, Guidance):
             other = self._out(request.companions[0], tokens, 0.0).logits[0, -1].float()
@@ -57,9 +57,9 @@ class ModelPrefix(Prefix):
         beside = None if chosen is None else np.array([chosen])
         return Rows(table, [sequence], np.array([sequence.visible]), beside)
 
-    def _may_follow(self, tokens: list[int]) -> Tensor:
+    def _may_follow(self, tokens: list[int], vocabulary: int) -> Tensor:
         """(V,) bool: what no grammar rules out."""
-        free = torch.zeros(1, VOCABULARY)
+        free = torch.zeros(1, vocabulary)
         for processor in self.request.processors:
             if isinstance(processor, GrammarMask):
                 free = processor(self._rows(tokens, None), free)

@@ -128,7 +128,7 @@ class Reply:
             plain = self.tokenizer is None
             values = [list(one.tokens) if plain else one.text for one in results]
         alone = group.error is not None or group.request.strategy.returns == 1
-        return values[0] if alone else values
+        return values[0] if alone and values else values
 
     def trim(self, request: Request) -> tuple[tuple[str, ...], str] | None:
         """Return the stop strings that the texts of a request lose and the end of its prompt, if

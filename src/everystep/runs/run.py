@@ -156,7 +156,7 @@ class Run:
         with self._hands.lock:
             found = self._session.reply(0).generated(self._group)
             alone = self._group.error is not None or self._group.request.strategy.returns == 1
-        return found[0] if alone else found
+        return found[0] if alone and found else found
 
     def more(self, n: int = 10) -> list[Generated]:
         """Take all steps that are left, and return the `n` best hypotheses not given yet.

@@ -43,7 +43,8 @@ def test_streamed_text_is_the_documents_text(folder: Path, call: Caller) -> None
 
 
 def test_a_seed_repeats_the_draws(folder: Path, call: Caller) -> None:
-    line = ("-m", str(folder), "-n", "20", "--seed", "4", "--num-return-sequences", "3")
+    line = ("-m", str(folder), "-n", "20", "--do-sample", "--seed", "4")
+    line += ("--num-return-sequences", "3")
     first, second = generated(call, *line), generated(call, *line)
     assert first["results"] == second["results"]
     assert len({result["text"] for result in first["results"]}) == 3

@@ -18,7 +18,7 @@ from tests.reading import ROOT
 
 PAGE = (ROOT / "docs" / "guide" / "web.md").read_text(encoding="utf-8")
 DEFINED = [block.text for block in blocks(PAGE, "python") if "asyncio.run(" not in block.text]
-MODEL: LanguageModel = tiny_llama(vocab_size=320)
+MODEL: LanguageModel = tiny_llama(vocab_size=320, max_position_embeddings=512)
 
 
 def defined(*more: str) -> dict[str, Any]:

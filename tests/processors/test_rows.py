@@ -201,7 +201,9 @@ def test_a_users_processor_may_change_what_it_gets_in_place() -> None:
 
 
 def test_a_users_processor_must_return_scores() -> None:
-    with pytest.raises(RequestError, match=r"wanted a tensor of shape \(1, 37\); got NoneType"):
+    with pytest.raises(
+        RequestError, match=r"wanted a tensor of floats of shape \(1, 37\); got NoneType"
+    ):
         UserProcessor(lambda ids, scores: None)(rows_of([[1]]), some_scores(1))
 
 

@@ -25,7 +25,7 @@ NONSENSE: dict[str, tuple[Hook, str]] = {
     "too wide": (Says(before=lambda step: {"embeds": torch.zeros(step.count, 9)}), "shape"),
     "whole numbers": (
         Says(before=lambda step: {"embeds": torch.zeros(step.count, E).long()}),
-        "floating",
+        "of floats",
     ),
     "an unnamed input": (Says(before=lambda step: {"box": step.embeds}), "'box'"),
     "no Next": (Says(lambda step: 5), "everystep.Next"),

@@ -41,7 +41,8 @@ in them, and at every place there is a token that DoLa leaves."""
 
 
 def grammar(row: Row, folder: Path) -> None:
-    """Every sequence is a text of the grammar, and the book finds the same ones."""
+    """Every sequence is a text of the grammar, and the book finds the same ones; where a grammar
+    or a set has one text or two, it is one of these."""
     more = {"regex": EXPRESSION, "num_return_sequences": row.most}
     found = PLAIN.say(row, **more)
     require_same(found, book(PLAIN, row, **more))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.matrix.columns import COLUMNS
+import inspect
+
+from tests.matrix.columns import COLUMNS, Check
 from tests.matrix.rows import APART, REFUSED, ROWS
 from tests.reading import ROOT
 
@@ -18,6 +20,12 @@ tries each cell on a tiny real model:
   cache or engine, or the same call without the feature; and the feature was seen to do something.
 - **no**: the call is refused, with a reason, before anything is computed.
 - **–**: the two have no meaning together.
+"""
+
+
+_TRIED = """
+## What a feature was tried with
+
 """
 
 
@@ -42,7 +50,13 @@ def page() -> str:
     table, count = "\n".join(lines), len(ROWS) * len(COLUMNS)
     told = f"Of {count} cells {count - len(APART)} have a meaning; {len(REFUSED)} are refused."
     footnotes = "\n".join(f"{place}. {why}." for place, why in enumerate(notes, 1))
-    return f"{_HEAD}\n{table}\n\n{told}\n\n{footnotes}\n"
+    tried = "\n".join(f"- {name}: {_said(check)}" for name, check in COLUMNS.items())
+    return f"{_HEAD}\n{table}\n\n{told}\n\n{footnotes}\n{_TRIED}{tried}\n"
+
+
+def _said(check: Check) -> str:
+    """The docstring of a check, on one line."""
+    return " ".join((inspect.getdoc(check) or "").split())
 
 
 def _row(*cells: str) -> str:

@@ -295,7 +295,9 @@ def test_many_prompts_equal_calls(model: str) -> None:
             given = {"tokenizer": spelled, "seed": seed, **settings}
             alone = subject(model).generate(torch.tensor([prompt]), **given)
             listed = found if isinstance(found, list) else [found]
-            assert [list(one.tokens) for one in listed] == alone.new_tokens, call
+            # A rectangle is filled up where a search came to fewer hypotheses.
+            first, filled = alone.new_tokens[: len(listed)], alone.new_tokens[len(listed) :]
+            assert [list(one.tokens) for one in listed] == first and not any(filled), call
 
 
 def test_draws_that_depend_on_neighbours_are_found() -> None:

@@ -82,6 +82,10 @@ def register_activation(name: str, function: Activation) -> None:
     The function takes a tensor of any shape and returns one of the same shape, element by element;
     the model then runs on torch operators. A registered name may be given another function, for
     models that are loaded afterwards and before; a name of this library may not.
+
+    Example:
+
+        >>> es.register_activation("squared_silu", lambda x: torch.nn.functional.silu(x) ** 2)
     """
     if not isinstance(name, str) or not name or name in _BUILT_IN:
         raise RequestError(

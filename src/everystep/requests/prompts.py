@@ -8,7 +8,7 @@ that is the content.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeGuard
 
@@ -29,12 +29,14 @@ from everystep.requests.subject import Subject
 class Tokenizing(Protocol):
     """A tokenizer at its least, for type checkers that shall tell it from None."""
 
-    def encode(self, *args: object, **kwargs: object) -> list[int]:
-        """Return the ids of a text."""
+    @property
+    def encode(self) -> Callable[..., list[int]]:
+        """Return what turns a text into ids."""
         ...
 
-    def decode(self, *args: object, **kwargs: object) -> str:
-        """Return the text of ids."""
+    @property
+    def decode(self) -> Callable[..., str]:
+        """Return what turns ids into a text."""
         ...
 
 

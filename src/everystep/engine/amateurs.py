@@ -23,7 +23,7 @@ from everystep.errors import RequestError
 from everystep.executors.base import Executor
 from everystep.processors.guidance import contrasted
 from everystep.types import Group, Request
-from everystep.types.protocols import Readout
+from everystep.types.protocols import Readout, Said
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,9 @@ class Contrast:
     layers: ClassVar[tuple[int, ...]] = ()
     narrows: ClassVar[bool] = True
 
-    def mix(
-        self,
-        logits: Tensor,
-        companions: list[Tensor],
-        early: Tensor | None = None,
-        allowed: Tensor | None = None,
-    ) -> Tensor:
+    def mix(self, said: Said) -> Tensor:
         """(R, V) logits of the sequences and of the amateur -> (R, V)."""
-        return contrasted(logits, companions[0], self.alpha, self.beta, allowed)
+        return contrasted(said.logits, said.companions[0], self.alpha, self.beta, said.allowed)
 
 
 @dataclass(slots=True)

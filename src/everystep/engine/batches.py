@@ -37,6 +37,7 @@ from everystep.types import (
     StepOutput,
     TokenTable,
 )
+from everystep.types.protocols import Said
 from everystep.types.request import Candidates, Check, InRounds
 
 History = tuple[Tensor, ...]
@@ -57,15 +58,9 @@ class Guidance:
     layers: ClassVar[tuple[int, ...]] = ()
     narrows: ClassVar[bool] = False
 
-    def mix(
-        self,
-        logits: Tensor,
-        companions: list[Tensor],
-        early: Tensor | None = None,
-        allowed: Tensor | None = None,
-    ) -> Tensor:
+    def mix(self, said: Said) -> Tensor:
         """(R, V) logits of the sequences and of their one companion -> (R, V)."""
-        return guided(logits, companions[0], self.scale)
+        return guided(said.logits, said.companions[0], self.scale)
 
 
 def best_needed(request: Request, vocabulary: int) -> int:
@@ -199,12 +194,12 @@ def score(
     if feeds.added_to(layout.sources[0]).beside is not None:
         beside.append(_amateurs(layout, feeds))
     early = _early(layout, output, feeds)
-    seen = None
+    seen = allowed = None
     if any(group.request.processors for group in groups):
         visible = np.array([sequence.visible for sequence in layout.follow], dtype=np.int64)
         seen = Rows(feeds.table, layout.of_rows(layout.sequences), visible)
-    narrowing = seen is not None and request.readout is not None and request.readout.narrows
-    allowed = allowed_tokens(seen, given.values) if narrowing and seen is not None else None
+        if request.readout is not None and request.readout.narrows:
+            allowed = allowed_tokens(seen, given.values)
     scores = mixed(request, given, beside, early, allowed)
     if request.strategy.rounds > 1:  # each processes its own rows
         scores = Scores.of(scores.whole().values.clone())
@@ -314,7 +309,7 @@ def mixed(
     """
     found = given
     if request.readout is not None:
-        found = Scores.of(request.readout.mix(given.values, beside, early, allowed))
+        found = Scores.of(request.readout.mix(Said(given.values, beside, early, allowed)))
     return found.log_probs() if request.strategy.reads.scores == "log_probs" else found
 
 

@@ -8,7 +8,7 @@ here each row chooses its own.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from everystep.errors import InvariantError
 from everystep.processors.guidance import highest
-from everystep.types.protocols import Readout
+from everystep.types.protocols import Readout, Said
 
 _SHARE = math.log(0.1)  # of the best probability that a token needs
 
@@ -30,22 +30,18 @@ class DoLa:
     then: Readout | None = None
     narrows: ClassVar[bool] = True
 
-    def mix(
-        self,
-        logits: Tensor,
-        companions: list[Tensor],
-        early: Tensor | None = None,
-        allowed: Tensor | None = None,
-    ) -> Tensor:
+    def mix(self, said: Said) -> Tensor:
         """(R, V) logits and (n, R, V) those of the candidate layers -> (R, V)."""
-        if early is None:
+        if said.early is None:
             raise InvariantError("the logits of earlier layers are missing")
-        final, early = logits.float(), early.float()
+        final, early = said.logits.float(), said.early.float()
         base = early[0] if len(early) == 1 else _furthest(final, early)
         known = final.log_softmax(dim=-1)
-        few = known < highest(known, allowed) + _SHARE
+        few = known < highest(known, said.allowed) + _SHARE
         mixed = (known - base.log_softmax(dim=-1)).float().masked_fill(few, -torch.inf)
-        return mixed if self.then is None else self.then.mix(mixed, companions, None, allowed)
+        return (
+            mixed if self.then is None else self.then.mix(replace(said, logits=mixed, early=None))
+        )
 
 
 def _furthest(final: Tensor, early: Tensor) -> Tensor:

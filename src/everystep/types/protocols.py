@@ -33,6 +33,22 @@ Processor = Callable[[Any, Tensor], Tensor]
 """A function of (rows, scores), or of (ids, scores); must not change the scores (R, V) in place."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Said:
+    """The logits that models give for the tokens that may follow R rows.
+
+    `logits`: (R, V) those of the sequences; `companions`: (R, V) those of each companion, and of
+    another model. `early`: (n, R, V) those of the n layers that a readout names. `allowed`: (R, V)
+    bool of what grammars let follow, None where that is everything: a rule that `narrows` finds
+    the likely ones among these.
+    """
+
+    logits: Tensor
+    companions: list[Tensor]
+    early: Tensor | None = None
+    allowed: Tensor | None = None
+
+
 class Readout(Protocol):
     """A rule that makes one row of the logits of a sequence, its companions and earlier layers."""
 
@@ -44,19 +60,8 @@ class Readout(Protocol):
     def narrows(self) -> bool:
         """True if it leaves likely tokens only."""
 
-    def mix(
-        self,
-        logits: Tensor,
-        companions: list[Tensor],
-        early: Tensor | None = None,
-        allowed: Tensor | None = None,
-    ) -> Tensor:
-        """Mix (R, V) logits of the sequences and of each companion -> (R, V).
-
-        `early`: (n, R, V), those of the n layers. `allowed`: (R, V) bool of what grammars let
-        follow, None where that is everything: a rule that `narrows` finds the likely ones among
-        these.
-        """
+    def mix(self, said: Said) -> Tensor:
+        """Return (R, V) the mixture."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

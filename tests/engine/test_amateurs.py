@@ -35,7 +35,7 @@ from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.models import tiny_llama
 from everystep.types import Prompt, Request, StepOutput, Work
-from everystep.types.protocols import Said
+from everystep.types.protocols import Predictions
 from tests.api.runs import take
 from tests.executors.models import family_model
 from tests.judges.drive import run_together
@@ -286,7 +286,7 @@ def test_of_many_amateurs_and_drafters_those_go_that_nobody_uses() -> None:
 
 def test_the_plausible_are_those_near_the_best() -> None:
     p, q = torch.tensor([0.5, 0.3, 0.15, 0.05]), torch.tensor([0.7, 0.1, 0.1, 0.1])
-    said = Said(p.log()[None], [q.log()[None]])
+    said = Predictions(p.log()[None], [q.log()[None]])
     found = Contrast(lambda: HashExecutor(SIZE), 0.2, 1.0).mix(said)[0]
     assert found.isneginf().tolist() == [False, False, False, True]
     assert float(found[1]) == pytest.approx(math.log(3))

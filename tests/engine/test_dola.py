@@ -17,7 +17,7 @@ from everystep.executors.native import NativeExecutor
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.testing.models import tiny_llama
 from everystep.types import Extra, Verb, Work
-from everystep.types.protocols import Said
+from everystep.types.protocols import Predictions
 from tests.models.tiny import reference_decoder
 
 IDS = torch.tensor([[5, 9, 23, 41]])
@@ -48,12 +48,14 @@ def test_the_layer_that_differs_most_is_taken_row_by_row() -> None:
     logits = torch.tensor([[4.0, 3.0, 0.0], [0.0, 3.0, 4.0]])
     alike, apart = logits + 1.0, logits.flip(1)
     early = torch.stack([torch.stack([alike[0], apart[1]]), torch.stack([apart[0], alike[1]])])
-    mixed = DoLa((0, 1)).mix(Said(logits, [], early))
+    mixed = DoLa((0, 1)).mix(Predictions(logits, [], early))
     wanted = logits.log_softmax(-1) - apart.log_softmax(-1)
     wanted[0, 2] = wanted[1, 0] = -torch.inf  # below a tenth of the best
     assert torch.allclose(mixed, wanted)
-    guided = DoLa((0, 1), Guidance(2.0)).mix(Said(logits, [logits.flip(0)], early))
-    assert torch.allclose(guided, Guidance(2.0).mix(Said(mixed, [logits.flip(0)])), equal_nan=True)
+    guided = DoLa((0, 1), Guidance(2.0)).mix(Predictions(logits, [logits.flip(0)], early))
+    assert torch.allclose(
+        guided, Guidance(2.0).mix(Predictions(mixed, [logits.flip(0)])), equal_nan=True
+    )
 
 
 def read(executor: Any, tokens: list[int], counts: list[int], early: list[tuple[int, ...]]) -> Any:

@@ -23,7 +23,7 @@ from everystep.errors import RequestError
 from everystep.executors.base import Executor
 from everystep.processors.guidance import contrasted
 from everystep.types import Group, Request
-from everystep.types.protocols import Readout, Said
+from everystep.types.protocols import Predictions, Readout
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Contrast:
     layers: ClassVar[tuple[int, ...]] = ()
     narrows: ClassVar[bool] = True
 
-    def mix(self, said: Said) -> Tensor:
+    def mix(self, given: Predictions) -> Tensor:
         """(R, V) logits of the sequences and of the amateur -> (R, V)."""
-        return contrasted(said.logits, said.companions[0], self.alpha, self.beta, said.allowed)
+        return contrasted(given.logits, given.companions[0], self.alpha, self.beta, given.allowed)
 
 
 @dataclass(slots=True)

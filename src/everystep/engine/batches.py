@@ -37,7 +37,7 @@ from everystep.types import (
     StepOutput,
     TokenTable,
 )
-from everystep.types.protocols import Said
+from everystep.types.protocols import Predictions
 from everystep.types.request import Candidates, Check, InRounds
 
 History = tuple[Tensor, ...]
@@ -58,9 +58,9 @@ class Guidance:
     layers: ClassVar[tuple[int, ...]] = ()
     narrows: ClassVar[bool] = False
 
-    def mix(self, said: Said) -> Tensor:
+    def mix(self, given: Predictions) -> Tensor:
         """(R, V) logits of the sequences and of their one companion -> (R, V)."""
-        return guided(said.logits, said.companions[0], self.scale)
+        return guided(given.logits, given.companions[0], self.scale)
 
 
 def best_needed(request: Request, vocabulary: int) -> int:
@@ -309,7 +309,7 @@ def mixed(
     """
     found = given
     if request.readout is not None:
-        found = Scores.of(request.readout.mix(Said(given.values, beside, early, allowed)))
+        found = Scores.of(request.readout.mix(Predictions(given.values, beside, early, allowed)))
     return found.log_probs() if request.strategy.reads.scores == "log_probs" else found
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from everystep.errors import InvariantError
 from everystep.processors.guidance import highest
-from everystep.types.protocols import Readout, Said
+from everystep.types.protocols import Predictions, Readout
 
 _SHARE = math.log(0.1)  # of the best probability that a token needs
 
@@ -30,17 +30,17 @@ class DoLa:
     then: Readout | None = None
     narrows: ClassVar[bool] = True
 
-    def mix(self, said: Said) -> Tensor:
+    def mix(self, given: Predictions) -> Tensor:
         """(R, V) logits and (n, R, V) those of the candidate layers -> (R, V)."""
-        if said.early is None:
+        if given.early is None:
             raise InvariantError("the logits of earlier layers are missing")
-        final, early = said.logits.float(), said.early.float()
+        final, early = given.logits.float(), given.early.float()
         base = early[0] if len(early) == 1 else _furthest(final, early)
         known = final.log_softmax(dim=-1)
-        few = known < highest(known, said.allowed) + _SHARE
+        few = known < highest(known, given.allowed) + _SHARE
         mixed = (known - base.log_softmax(dim=-1)).float().masked_fill(few, -torch.inf)
         return (
-            mixed if self.then is None else self.then.mix(replace(said, logits=mixed, early=None))
+            mixed if self.then is None else self.then.mix(replace(given, logits=mixed, early=None))
         )
 
 

@@ -34,7 +34,7 @@ Processor = Callable[[Any, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Said:
+class Predictions:
     """The logits that models give for the tokens that may follow R rows.
 
     `logits`: (R, V) those of the sequences; `companions`: (R, V) those of each companion, and of
@@ -60,7 +60,7 @@ class Readout(Protocol):
     def narrows(self) -> bool:
         """True if it leaves likely tokens only."""
 
-    def mix(self, said: Said) -> Tensor:
+    def mix(self, given: Predictions) -> Tensor:
         """Return (R, V) the mixture."""
 
 

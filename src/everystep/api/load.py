@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from everystep.files.model_folder import open_folder
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.images import PictureTokenizer, read_picture_settings
 from everystep.models import Model, build_gguf_model, build_model
-from everystep.models.families import find_family
+from everystep.models.families import config_without, find_family
 from everystep.models.load import usable_device
 from everystep.models.loader import HeldWeights
 from everystep.models.quantised_folder import build_quantised_model, folder_format
@@ -63,6 +63,8 @@ class LoadOptions(TypedDict, total=False):
     """Where the weights lie."""
     executor: ExecutorName
     """What runs the steps: "auto", "native" or "torch"."""
+    without: Sequence[str]
+    """The parts that are left out: ("vision",) for a model whose pictures come as embeddings."""
 
 
 def load(
@@ -73,6 +75,7 @@ def load(
     cache_dtype: CacheDtype | None = None,
     device: str | torch.device = "cpu",
     executor: ExecutorName = "auto",
+    without: Sequence[str] = (),
     offline: bool = False,
     progress: Progress | None = None,
     **unknown: Never,
@@ -87,15 +90,17 @@ def load(
     `cache_dtype`: the type in which rows keep keys and values, "float32", "float16" or "int8" (one
     scale per position and head); without it the type that the model computes in.
     `executor`: "auto" runs every request on the native executor where that can do it, and on torch
-    operators otherwise; either can be named. `device`: where the weights lie. `offline`: whether
-    nothing may be fetched. `progress`: a function of (bytes done, of all, name), called on the way.
+    operators otherwise; either can be named. `without`: parts that are left out, though the folder
+    may have them: ("vision",) keeps the text part of a model that reads pictures. `device`: where
+    the weights lie. `offline`: whether nothing may be fetched. `progress`: a function of (bytes
+    done, of all, name), called on the way.
 
     Example:
 
         >>> model, tokenizer = es.load(folder / "model")
     """
     _refuse_unknown("load", unknown)
-    choices = _Choices(dtype, quantize, cache_dtype, usable_device(device), executor)
+    choices = _Choices(dtype, quantize, cache_dtype, usable_device(device), executor, without)
     local = resolve_source(path, offline=offline, progress=progress)
     if local.is_dir():
         found = open_folder(local)
@@ -137,20 +142,22 @@ def load_model(
     cache_dtype: CacheDtype | None = None,
     device: str | torch.device = "cpu",
     executor: ExecutorName = "auto",
+    without: Sequence[str] = (),
     offline: bool = False,
     progress: Progress | None = None,
     **unknown: Never,
 ) -> LanguageModel:
     """Return the model that `path` stands for, without a tokenizer.
 
-    `dtype`, `quantize`, `cache_dtype`, `device`, `executor`, `offline`, `progress`: as for `load`.
+    `dtype`, `quantize`, `cache_dtype`, `device`, `executor`, `without`, `offline`, `progress`: as
+    for `load`.
 
     Example:
 
         >>> model = es.load_model(folder / "model", dtype=torch.float32)
     """
     _refuse_unknown("load_model", unknown)
-    choices = _Choices(dtype, quantize, cache_dtype, usable_device(device), executor)
+    choices = _Choices(dtype, quantize, cache_dtype, usable_device(device), executor, without)
     local = resolve_source(path, offline=offline, progress=progress)
     if local.is_dir():
         model = _from_folder(local, choices)
@@ -178,10 +185,14 @@ def from_weights(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     generation_config: GenerationConfig | None = None,
+    without: Sequence[str] = (),
 ) -> LanguageModel:
-    """Return a model of a configuration and named tensors in memory, such as a `state_dict()`."""
+    """Return a model of a configuration and named tensors in memory, such as a `state_dict()`.
+
+    `without`: as for `load`.
+    """
     core = build_model(
-        config,
+        config_without(config, without),
         HeldWeights(weights),
         dtype=dtype,
         device=usable_device(device),
@@ -214,6 +225,7 @@ class _Choices:
     cache_dtype: CacheDtype | None
     device: str | torch.device
     executor: ExecutorName
+    without: Sequence[str]
 
     def __post_init__(self) -> None:
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
@@ -223,6 +235,10 @@ class _Choices:
                 got=shown(self.dtype),
                 do="Pass the type of torch, or leave dtype out",
             )
+        listed = isinstance(self.without, list | tuple)
+        if not listed or not all(isinstance(one, str) for one in self.without):
+            what, do = "without is no list of parts", "Pass without=('vision',), or leave it out"
+            raise RequestError(what, wanted="names", got=shown(self.without), do=do)
         for name, (known, wrong) in _KNOWN.items():
             value = getattr(self, name)
             if not one_of(*known).accepts(value):
@@ -255,12 +271,13 @@ def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
     found = open_folder(folder)
     # An unknown family is the first error, before weights that have no reader.
     find_family(found.config["model_type"])
+    config = config_without(found.config, choices.without)
     build: Callable[..., Model] = build_quantised_model
     quantize = choices.quantize
     if folder_format(found.config) is None:
         build, quantize = build_model, None if quantize == "auto" else quantize
     core = build(
-        found.config,
+        config,
         found.weights(),
         dtype=choices.dtype,
         device=choices.device,
@@ -276,6 +293,9 @@ def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
 
 @loading()
 def _from_gguf(file: GgufFile, name: str, choices: _Choices) -> LanguageModel:
+    if choices.without:
+        what, do = "a GGUF file holds no part that could be left out", "Leave without out"
+        raise RequestError(what, got=f"without={shown(choices.without)}", do=do)
     core = build_gguf_model(
         file,
         dtype=choices.dtype,

@@ -143,6 +143,7 @@ def verify(
         cache_dtype: The type of keys and values: "float32", "float16" or "int8".
         device: Where the weights lie.
         executor: What runs the steps: "auto", "native" or "torch".
+        without: The parts that are left out, such as ("vision",).
 
     Example:
 

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any
 
-from everystep.errors import UnsupportedError, shown
+from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.models.encoders import EncoderPlan
 from everystep.models.loader import WeightLoader
 from everystep.models.parameters import Parameter, ParameterPart
@@ -42,11 +42,15 @@ MODULES: Mapping[str, str] = {
     "phi3": "decoders.phi3",
     "qwen2": "decoders.qwen",
     "qwen2_5_vl": "decoders.qwen2_vl",
+    "qwen2_5_vl_text": "decoders.qwen2_vl",
     "qwen2_vl": "decoders.qwen2_vl",
+    "qwen2_vl_text": "decoders.qwen2_vl",
     "qwen3": "decoders.qwen",
     "qwen3_moe": "decoders.mixtures",
     "qwen3_vl": "decoders.qwen3_vl",
     "qwen3_vl_moe": "decoders.qwen3_vl",
+    "qwen3_vl_moe_text": "decoders.qwen3_vl",
+    "qwen3_vl_text": "decoders.qwen3_vl",
     "smollm3": "decoders.smollm3",
     "stablelm": "decoders.stablelm",
     "starcoder2": "decoders.starcoder2",
@@ -69,7 +73,8 @@ class Family:
     -> the usual ones, which count; it may use either. `plan_encoders`: the encoders of prompt
     inputs that a configuration, complete with its defaults, describes beside the network. `tower`:
     what reads pictures, where the family has that. `prefixes`: with what names begin in other
-    checkpoints, and with what they begin here.
+    checkpoints, and with what they begin here. `without`: the parts that can be left out, by name:
+    each makes of a configuration that of a model without the part.
     """
 
     defaults: Mapping[str, Any]
@@ -81,6 +86,9 @@ class Family:
     plan_encoders: Callable[[Mapping[str, Any]], tuple[EncoderPlan, ...]] = no_encoders
     tower: Callable[[Any, WeightLoader], VisionTower | None] | None = None
     prefixes: tuple[tuple[str, str], ...] = ()
+    without: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = field(
+        default_factory=dict
+    )
 
     def all_parameters(self, config: Mapping[str, Any], spec: Any) -> dict[str, Parameter]:
         """Return the parameters of the network and of the encoders, by their keys."""
@@ -99,6 +107,23 @@ class Family:
         parameters = self.parameters(replace(spec, tied=False))
         (head,) = next(one.parts for one in parameters if one.key == "head.weight")
         return head
+
+
+def config_without(config: Mapping[str, Any], parts: Iterable[str]) -> Mapping[str, Any]:
+    """Return the configuration of the model without some of its parts, each of which it may have
+    or lack; raise RequestError for a part that its family cannot do without."""
+    for part in parts:
+        kind = config.get("model_type")
+        known = find_family(kind).without
+        if part not in known:
+            raise RequestError(
+                f"a model of type {kind} has no such part that can be left out",
+                wanted=" or ".join(map(repr, known)) or "no part at all",
+                got=f"without={part!r}",
+                do="Leave it out of without",
+            )
+        config = known[part](config)
+    return config
 
 
 _ELSEWHERE = (

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,15 +78,16 @@ def build_model(
     if (read := Fields(values)).has("max_position_embeddings"):
         read.integer("max_position_embeddings")
     parameters = family.all_parameters(values, spec)
-    source, kept = unstacked(source, kept, parameters.values())
     names = common_names(family, spec, parameters.values(), source.names())
-    parameters = with_table(family, spec, parameters, names)
+    own = None if kept is None else partial(_kept_as, kept, names)
+    source, kept = unstacked(Renamed(source, names), own, parameters.values())
+    parameters = with_table(family, spec, parameters, set(source.names()))
     loader = WeightLoader(
         parameters,
-        Renamed(source, names),
+        source,
         wanted,
         torch.device(device),
-        None if kept is None else lambda name: kept(names[name]),
+        kept,
         rounding=quantize,
         panels=_in_panels(in_panels, spec, wanted, device),
     )
@@ -93,6 +95,10 @@ def build_model(
     _require_memory(parameters.values(), wanted, device, quantised=quantised)
     spec = spec_as_stored(family, spec, loader)
     return _model(family, ModelConfig(values), spec, loader)
+
+
+def _kept_as(kept: Kept, names: Mapping[str, str], name: str) -> QuantizedWeight | None:
+    return kept(names[name])
 
 
 def _require_memory(

@@ -49,6 +49,7 @@ def common_names(
         return _first_names(parameters, found)
     whole = {part.name for one in parameters for part in one.parts}
     whole |= {part.codes_name for one in parameters for part in one.parts}
+    whole |= {part.stack.name for one in parameters for part in one.parts if part.stack}
     prefixed = {
         f"{prefix}{name}" if f"{prefix}{name}" in whole else name: own
         for name, own in found.items()
@@ -68,9 +69,12 @@ def _first_names(parameters: Collection[Parameter], found: dict[str, str]) -> di
 def _current(family: Family, names: list[str]) -> dict[str, str]:
     """Return each name of a source under what it is called here.
 
-    Names stay as they are where any of them begins as names do here.
+    Names stay as they are where any of them begins as names do here, and not as a longer beginning
+    there.
     """
-    same = any(name.startswith(here) for name in names for _, here in family.prefixes)
+    longer = tuple(there for there, here in family.prefixes if there.startswith(here))
+    own = [name for name in names if not name.startswith(longer)]
+    same = any(name.startswith(here) for name in own for _, here in family.prefixes)
     others = () if same else family.prefixes
     found = {}
     for name in names:
@@ -95,6 +99,13 @@ def check_names(
             got=f"the weights of its body alone ({_some(sorted(found), 2)})",
             do="Save the whole model with save_pretrained, and load that",
         )
+    for part in family.without:
+        if missing and set(missing) == _inside(parameters, part) & set(wanted):
+            raise FormatError(
+                f"the checkpoint holds nothing of the model's {part} part",
+                wanted=f"weights such as {_some(missing, 2)}",
+                do=f"Load it with without=({part!r},), or save the model whole",
+            )
     if missing:
         near = f"; there are also unknown ones: {_some(unexpected)}" if unexpected else ""
         raise FormatError(f"weights are missing: {_some(missing)}{near}")
@@ -134,6 +145,12 @@ def _is_headless(wanted: Iterable[str], found: set[str], heads: set[str]) -> boo
 def _named(parameters: Collection[Parameter], key: str) -> set[str]:
     """Return the names of one parameter, none where there is no such."""
     return {part.name for one in parameters if one.key == key for part in one.parts}
+
+
+def _inside(parameters: Collection[Parameter], part: str) -> set[str]:
+    """Return the names of the parameters of a part, whose keys begin with its name."""
+    inside = (one for one in parameters if one.key.startswith(f"{part}."))
+    return {name for one in inside for part in one.parts for name in (part.name, part.codes_name)}
 
 
 def _prefix(parameters: Collection[Parameter]) -> str:

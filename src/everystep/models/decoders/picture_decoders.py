@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from everystep.errors import FormatError
 from everystep.models.config import Fields
 from everystep.models.decoder import assemble_decoder
 from everystep.models.decoders.decoder_families import heads_of, rope_of
@@ -37,6 +38,7 @@ _TOKENS: Mapping[str, Any] = {
     "vision_start_token_id": 151652,
     "vision_end_token_id": 151653,
 }
+TOWER, TEXT = "vision", "text_config"
 _OLDER = (("visual.", "model.visual."), ("model.", "model.language_model."))
 
 
@@ -55,7 +57,46 @@ def vision_family(
         leftovers=("*rotary_*emb.inv_freq",),
         tower=_tower,
         prefixes=_OLDER,
+        without={TOWER: text_alone},
     )
+
+
+def text_family(
+    read_spec: Callable[[Mapping[str, Any]], DecoderSpec],
+    defaults: Mapping[str, Any],
+    *,
+    stacked: bool = False,
+) -> Family:
+    """Make the family of a text part alone, read from checkpoints that may hold a tower too."""
+    return Family(
+        {**defaults, "tie_word_embeddings": False},
+        read_spec,
+        partial(decoder_parameters, layout=CheckpointLayout(NAMES, stacked=stacked)),
+        assemble_decoder,
+        leftovers=("*rotary_*emb.inv_freq", "visual.*", "model.visual.*"),
+        prefixes=(("model.language_model.", "model."), ("model.visual.", "model.visual.")),
+    )
+
+
+def text_alone(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the text part of a model that reads pictures.
+
+    It says how many layers take what a tower would have added to them, as `n_deepstack_layers`.
+    """
+    outer = Fields(config)
+    inside = outer.values.get(TEXT)
+    if inside is not None and not isinstance(inside, Mapping):
+        raise outer.wrong(TEXT, "an object", inside)
+    own = ("architectures", TEXT, "vision_config", *_TOKENS)
+    whole = {name: value for name, value in config.items() if name not in own}
+    taps = part_of(outer, "vision_config", {}).get("deepstack_visual_indexes", ())
+    return {
+        **whole,
+        **(inside or {}),
+        "tie_word_embeddings": config.get("tie_word_embeddings", False),
+        "model_type": f"{config['model_type']}_text",
+        "n_deepstack_layers": len(taps) if isinstance(taps, list | tuple) else 0,
+    }
 
 
 def _parameters(names: Mapping[str, str], stacked: bool, spec: DecoderSpec) -> Iterator[Parameter]:
@@ -70,10 +111,10 @@ def _tower(spec: DecoderSpec, loader: WeightLoader) -> VisionTower | None:
 
 def text_part(outer: Fields, defaults: Mapping[str, Any]) -> Fields:
     """Return the configuration of the text, which older files have among that of the whole."""
-    values = outer.values if outer.values.get("text_config") is None else None
-    own = part_of(outer, "text_config", defaults) if values is None else {**defaults, **values}
+    values = outer.values if outer.values.get(TEXT) is None else None
+    own = part_of(outer, TEXT, defaults) if values is None else {**defaults, **values}
     tied = outer.flag("tie_word_embeddings", False)
-    return Fields({**own, "tie_word_embeddings": tied}, "config.json, text_config")
+    return Fields({**own, "tie_word_embeddings": tied}, f"config.json, {TEXT}")
 
 
 def part_of(outer: Fields, key: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,6 +162,13 @@ def vision_common(outer: Fields, read: Fields, width: int, size: int, out: str) 
     heads = read.integer("num_heads")
     if size % (4 * heads):
         raise read.wrong("hidden_size", f"a multiple of 4 x {heads} heads", size)
+    if read.integer(out) != width and not outer.has("vision_config"):
+        raise FormatError(
+            "config.json has no vision_config, and the usual tower does not fit its text",
+            wanted=f"{out} = {width}",
+            got=read.integer(out),
+            do=f"Load the text alone with without=({TOWER!r},)",
+        )
     if read.integer(out) != width:
         raise read.wrong(out, f"the text's hidden_size, {width}", read.integer(out))
     tokens = {key: outer.integer(key, least=0) for key in ("image_token_id", "video_token_id")}

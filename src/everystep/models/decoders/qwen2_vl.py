@@ -15,6 +15,7 @@ from everystep.models.decoders.picture_decoders import (
     block_numbers,
     mrope_of,
     part_of,
+    text_family,
     text_part,
     vision_common,
     vision_family,
@@ -75,7 +76,7 @@ _GATED_NAMES: Mapping[str, str] = {
 
 def _qwen2_vl(config: Mapping[str, Any]) -> DecoderSpec:
     outer = Fields(config)
-    spec = _text(outer)
+    spec = _text(text_part(outer, _TEXT))
     read = Fields(part_of(outer, "vision_config", {**_VISION, **_OF_2}), _WHERE)
     size = read.integer("embed_dim")
     vision = VisionSpec(
@@ -90,7 +91,7 @@ def _qwen2_vl(config: Mapping[str, Any]) -> DecoderSpec:
 
 def _qwen2_5_vl(config: Mapping[str, Any]) -> DecoderSpec:
     outer = Fields(config)
-    spec = _text(outer)
+    spec = _text(text_part(outer, _TEXT))
     read = Fields(part_of(outer, "vision_config", {**_VISION, **_OF_2_5}), _WHERE)
     size, features = read.integer("hidden_size"), "out_hidden_size"
     common = vision_common(outer, read, spec.width, size, features)
@@ -116,13 +117,18 @@ def _qwen2_5_vl(config: Mapping[str, Any]) -> DecoderSpec:
 _WHERE = "config.json, vision_config"
 
 
-def _text(outer: Fields) -> DecoderSpec:
-    read = text_part(outer, _TEXT)
+def _text_alone(config: Mapping[str, Any]) -> DecoderSpec:
+    return _text(Fields(config))
+
+
+def _text(read: Fields) -> DecoderSpec:
     rope = mrope_of(read, [16, 24, 24], 1_000_000.0, interleaved=False)
     return gated_decoder(read, windowed_layers(read, rope), qkv_bias=True)
 
 
 FAMILIES = {
     "qwen2_vl": vision_family(_qwen2_vl, _NAMES),
+    "qwen2_vl_text": text_family(_text_alone, _TEXT),
     "qwen2_5_vl": vision_family(_qwen2_5_vl, _GATED_NAMES),
+    "qwen2_5_vl_text": text_family(_text_alone, _TEXT),
 }

@@ -4,7 +4,7 @@ vision tower, three of whose blocks add to what the decoder's first layers say."
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from everystep.models.decoders.picture_decoders import (
     mrope_of,
     mrope_values,
     part_of,
+    text_family,
     text_part,
     vision_common,
     vision_family,
@@ -77,20 +78,48 @@ _NAMES: Mapping[str, str] = {
 
 def _qwen3_vl(config: Mapping[str, Any]) -> DecoderSpec:
     outer = Fields(config)
-    read = text_part(outer, _TEXT)
-    return _read(outer, read, [None] * read.count("num_hidden_layers"))
+    return _with_tower(outer, _dense(text_part(outer, _TEXT)))
 
 
 def _qwen3_vl_moe(config: Mapping[str, Any]) -> DecoderSpec:
-    """Read a mixture, where shares always add up to 1."""
     outer = Fields(config)
-    read = text_part(outer, _MIXTURE)
+    return _with_tower(outer, _mixture(text_part(outer, _MIXTURE)))
+
+
+def _qwen3_vl_text(config: Mapping[str, Any]) -> DecoderSpec:
+    return _alone(_dense, Fields(config))
+
+
+def _qwen3_vl_moe_text(config: Mapping[str, Any]) -> DecoderSpec:
+    return _alone(_mixture, Fields(config))
+
+
+def _dense(read: Fields) -> DecoderSpec:
+    return _text(read, [None] * read.count("num_hidden_layers"))
+
+
+def _mixture(read: Fields) -> DecoderSpec:
+    """Read a mixture, where shares always add up to 1."""
     size = read.integer("moe_intermediate_size")
     experts = experts_of(read, 60, size, normalised=True)
-    return _read(outer, read, [experts if one else None for one in sparse_layers(read)])
+    return _text(read, [experts if one else None for one in sparse_layers(read)])
 
 
-def _read(outer: Fields, read: Fields, experts: Sequence[ExpertsSpec | None]) -> DecoderSpec:
+def _alone(text: Callable[[Fields], DecoderSpec], read: Fields) -> DecoderSpec:
+    spec, deep = text(read), read.integer("n_deepstack_layers", 0, least=0)
+    if deep > len(spec.layers):
+        raise read.wrong("n_deepstack_layers", f"at most {len(spec.layers)}", deep)
+    return replace(spec, deepstack=deep)
+
+
+def _with_tower(outer: Fields, spec: DecoderSpec) -> DecoderSpec:
+    vision = _vision(outer, spec.width)
+    if len(vision.taps) > len(spec.layers):
+        raise outer.wrong("deepstack_visual_indexes", f"at most {len(spec.layers)}", vision.taps)
+    return replace(spec, deepstack=len(vision.taps), vision=vision)
+
+
+def _text(read: Fields, experts: Sequence[ExpertsSpec | None]) -> DecoderSpec:
     """Read the text of either kind.
 
     `experts`: those of each layer, None where it has an MLP.
@@ -105,11 +134,7 @@ def _read(outer: Fields, read: Fields, experts: Sequence[ExpertsSpec | None]) ->
     rope = mrope_of(read, [24, 20, 20], 500_000.0, interleaved=True)
     bias = read.flag("attention_bias", False)
     layers = [LayerSpec(rope, experts=one) for one in experts]
-    spec = gated_decoder(read, layers, qkv_bias=bias, out_bias=bias, qk_norm="heads")
-    vision = _vision(outer, spec.width)
-    if len(vision.taps) > len(layers):
-        raise outer.wrong("deepstack_visual_indexes", f"at most {len(layers)}", vision.taps)
-    return replace(spec, deepstack=len(vision.taps), vision=vision)
+    return gated_decoder(read, layers, qkv_bias=bias, out_bias=bias, qk_norm="heads")
 
 
 def _vision(outer: Fields, width: int) -> VisionSpec:
@@ -129,5 +154,7 @@ def _vision(outer: Fields, width: int) -> VisionSpec:
 
 FAMILIES = {
     "qwen3_vl": vision_family(_qwen3_vl, _NAMES),
+    "qwen3_vl_text": text_family(_qwen3_vl_text, _TEXT),
     "qwen3_vl_moe": vision_family(_qwen3_vl_moe, _NAMES, stacked=True),
+    "qwen3_vl_moe_text": text_family(_qwen3_vl_moe_text, _MIXTURE, stacked=True),
 }

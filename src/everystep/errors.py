@@ -90,6 +90,10 @@ class TokenizerError(EverystepError, ValueError):
     """Text cannot be turned into ids, or ids into text."""
 
 
+class ForeignModelError(EverystepError, RuntimeError):
+    """A wrapped model raised an error of its own, or returned what no step can read."""
+
+
 class CapacityError(EverystepError, RuntimeError):
     """There are not enough rows, positions or memory at the moment."""
 

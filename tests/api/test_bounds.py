@@ -11,7 +11,7 @@ import torch
 
 import everystep as es
 from everystep.api.model import LanguageModel
-from everystep.errors import CapacityError, EverystepError, RequestError
+from everystep.errors import CapacityError, EverystepError, OversizeError, RequestError
 from everystep.testing.models import tiny_llama
 from tests.executors.models import family_model
 
@@ -104,3 +104,16 @@ def test_lengths_beyond_the_context_are_said_in_every_call(call: str) -> None:
     told = "max_new_tokens=70 leads beyond.*at most 64 positions; got 3 of the prompt and up to 70"
     with pytest.warns(UserWarning, match=told):
         CONTEXT[call](max_new_tokens=70, pad_token_id=0, eos_token_id=[*range(2, 320)])
+
+
+def test_a_rope_that_grows_leads_beyond_the_trained_positions() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0}
+    model = tiny_llama(vocab_size=320, max_position_embeddings=64, rope_scaling=rope)
+    assert model.context == 128
+    ids = [*range(3, 103)]
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    (found,) = es.generate(model, None, [ids], **options)
+    whole = model.generate(torch.tensor([ids]), pad_token_id=0, **options)
+    assert found == whole[0, 100:].tolist()
+    with pytest.raises(OversizeError, match="wanted fewer than 128 tokens; got 128"):
+        es.generate(model, None, [[3] * 128], **options)

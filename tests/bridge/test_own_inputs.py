@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from torch import Tensor
 
 import everystep as es
+from everystep.errors import ForeignModelError, ModelClassError, RequestError
 from tests.bridge.families import END, PAD, VOCABULARY, randomise
+from tests.models.pictures import IMAGE, reference_of
 
 
 class Counting(transformers.LlamaForCausalLM):
@@ -108,3 +111,170 @@ def test_beams_carry_what_is_theirs() -> None:
 def test_what_would_call_it_in_another_order_is_an_error(option: dict[str, Any]) -> None:
     with pytest.raises(es.EverystepError, match=r"fed again|truncate"):
         es.wrap(made(Counting)).generate(IDS[1:2], max_new_tokens=5, **option)
+
+
+BOX = 150_000
+"""The id at which a box stands, far beyond the vocabulary."""
+BOXES = torch.tensor([[[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8]]], dtype=torch.float64)
+PAGE = torch.tensor([[7, BOX, 8, BOX, 9]])
+QUIET: dict[str, Any] = {
+    "max_new_tokens": 5,
+    "do_sample": False,
+    "pad_token_id": PAD,
+    "eos_token_id": None,
+}
+
+
+class Document(transformers.LlamaForCausalLM):
+    """Puts boxes among its embeddings, and hands them to every forward, as a model of documents
+    that is in use does."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.layout = torch.nn.Linear(4, config.hidden_size)
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        given = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        return {**given, "bbox": kwargs.get("bbox")}
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        bbox: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        assert input_ids is not None
+        places = input_ids == BOX
+        hidden = self.get_input_embeddings()(input_ids.masked_fill(places, 0))
+        if bbox is not None:
+            hidden[places] = self.layout(bbox.flatten(0, 1))
+        kwargs.pop("inputs_embeds", None)
+        return super().forward(inputs_embeds=hidden, attention_mask=attention_mask, **kwargs)
+
+
+FAILS = "fails if it gets bbox after the prompt .*shape mismatch.* prompt's alone"
+
+
+@pytest.mark.parametrize("more", [{}, {"num_beams": 3}, {"repetition_penalty": 1.3}])
+def test_a_prompts_boxes_go_to_its_forward_alone_where_they_fit_no_other(more: Any) -> None:
+    model = made(Document)
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        model.generate(PAGE, bbox=BOXES, **QUIET)
+    # The detour by which it runs in transformers: the page is read again for every token.
+    long = {**QUIET, **more, "use_cache": False}
+    # A penalty looks up every id of the prompt there, so that an id beyond the scores is an error.
+    penalised = "repetition_penalty" in more
+    expected = None if penalised else model.generate(PAGE, bbox=BOXES, **long)
+    wrapped = es.wrap(model)
+    with pytest.warns(UserWarning, match=FAILS):
+        found = wrapped.generate(PAGE, bbox=BOXES, **QUIET, **more)
+    assert found.shape == (1, 10)
+    assert expected is None or torch.equal(found, expected)
+
+
+def test_every_token_of_such_a_page_is_fed_once() -> None:
+    model = made(Document)
+    fed: list[int] = []
+    model.model.register_forward_pre_hook(
+        lambda _, __, given: fed.append(given["inputs_embeds"].shape[1]), with_kwargs=True
+    )
+    wrapped = es.wrap(model)
+    fed.clear()
+    rows, boxes = PAGE.repeat(3, 1), BOXES.repeat(3, 1, 1)
+    with pytest.warns(UserWarning, match=FAILS):
+        found = wrapped.generate(rows, bbox=boxes, **QUIET)
+    assert (found == found[0]).all()
+    assert sorted(fed) == [1] * 12 + [5] * 3
+
+
+def test_one_box_that_fits_by_chance_is_read_by_other_prompts_too() -> None:
+    # One row of values is spread over no place at all without an error.
+    model = made(Document)
+    wrapped, one = es.wrap(model), torch.tensor([[7, BOX, 8, 5, 9]])
+    expected = model.generate(one, bbox=BOXES[:, :1], **QUIET)
+    assert torch.equal(wrapped.generate(one, bbox=BOXES[:, :1], **QUIET), expected)
+    with pytest.warns(UserWarning, match=FAILS):
+        wrapped.generate(PAGE, bbox=BOXES, **QUIET)
+
+
+class Stubborn(Document):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs["input_ids"].shape[1] == 1:
+            raise KeyError("step")
+        return super().forward(*args, **kwargs)
+
+
+def test_an_error_of_its_code_says_whose_it_is_and_where() -> None:
+    told = r"wrapped model Stubborn raised KeyError: 'step'; got 1 positions from 4 on, in 1 rows"
+    with pytest.raises(ForeignModelError, match=told):
+        es.wrap(made(Stubborn))
+
+
+class Plain(transformers.LlamaForCausalLM):
+    """Fails as often as it is told to."""
+
+    error: Exception | None = None
+    part = slice(None)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.error is not None:
+            raise self.error
+        output = super().forward(*args, **kwargs)
+        return type(output)(logits=output.logits[self.part], past_key_values=output.past_key_values)
+
+
+class OfTheCaller(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), AttributeError("y"), ValueError("z")])
+def test_every_error_of_a_model_is_one_of_ours(error: Exception) -> None:
+    model = made(Plain)
+    wrapped = es.wrap(model)
+    model.error = error
+    with pytest.raises(ForeignModelError, match=f"Plain raised {type(error).__name__}") as caught:
+        wrapped.generate(torch.tensor([[7, 8, 9]]), **QUIET)
+    assert caught.value.__cause__ is error
+
+
+def test_a_class_of_the_callers_stays_what_it_is() -> None:
+    model = made(Plain)
+    wrapped = es.wrap(model)
+    model.error = OfTheCaller("mine")
+    with pytest.raises(OfTheCaller, match="mine"):
+        wrapped.generate(torch.tensor([[7, 8, 9]]), **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("part", "got"),
+    [
+        (np.s_[:0], r"\(0, "),
+        (np.s_[..., :7], r", 7\)"),
+        (np.s_[:, :0], r", 0, "),
+        (np.s_[0], r"float64 of shape \(\d+, \d+\)"),
+    ],
+)
+def test_logits_that_do_not_fit_are_said(part: Any, got: str) -> None:
+    model = made(Plain)
+    wrapped = es.wrap(model)
+    model.part = part
+    with pytest.raises(ForeignModelError, match=f"logits that do not fit.*got .*{got}"):
+        wrapped.generate(torch.tensor([[7, 8, 9]]), **QUIET)
+
+
+def test_a_model_that_gives_logits_of_one_position_is_refused_when_it_is_wrapped() -> None:
+    model = made(Plain)
+    model.part = np.s_[:, -1:]
+    with pytest.raises(ModelClassError, match=r"other positions.*got \(1, 1, "):
+        es.wrap(model)
+
+
+def test_pixels_for_a_model_whose_tower_was_replaced_are_said_not_to_fit() -> None:
+    model = reference_of("qwen3_vl", torch.float32)
+    model.model.visual = torch.nn.Identity()
+    wrapped = es.wrap(model)
+    given = {"pixel_values": torch.zeros(4, 96), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    ids = torch.tensor([[5, IMAGE, 7]])
+    with pytest.raises(RequestError, match="given by name does not fit the prompt"):
+        wrapped.generate(ids, mm_token_type_ids=(ids == IMAGE).long(), **given, **QUIET)

@@ -67,8 +67,11 @@ def _unfilled(draw: Draw, expected: Side) -> Tensor | None:
     beams = draw.shape.beams
     changes = {"num_return_sequences": beams, "return_dict_in_generate": True}
     asked = without(draw, **changes, output_scores=True)
+    result = expected(asked).result
+    lengths = (result.beam_indices >= 0).sum(dim=-1)
+    sums = result.sequences_scores * lengths ** draw.settings.get("length_penalty", 1.0)
     # Not "below": where processors make nan of a score, that is no hypothesis either.
-    lost: Tensor = ~(expected(asked).result.sequences_scores > -1e8)
+    lost: Tensor = ~(torch.minimum(sums, result.sequences_scores) > -1e8)
     wanted = draw.settings.get("num_return_sequences", 1)
     return lost.view(-1, beams)[:, :wanted].reshape(-1) if lost.any() else None
 

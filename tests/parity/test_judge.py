@@ -11,8 +11,8 @@ import torch
 
 from everystep.errors import RequestError
 from everystep.strategies.base import undrawable
-from tests.parity.draws import Draw
-from tests.parity.judge import NO_CHOICE, judge
+from tests.parity.draws import Draw, draw
+from tests.parity.judge import NO_CHOICE, UNFILLED, judge
 from tests.parity.options import Shape
 from tests.parity.parts import PROCESSORS
 from tests.parity.shrink import shrink
@@ -157,3 +157,11 @@ def test_shrinking_leaves_what_matters() -> None:
 def test_both_sides_start_from_the_same_seed() -> None:
     sampled = replace(GREEDY, settings={"do_sample": True, "max_new_tokens": 12})
     assert torch.equal(ours(sampled).result, ours(sampled).result)
+
+
+def test_a_beam_that_never_ended_is_known_by_its_sum() -> None:
+    # A length penalty of 2 makes -2.5e6 of the -1e9 that it began with.
+    verdict = judge(draw(9410))
+    assert verdict.ran
+    assert verdict.problems == ()
+    assert verdict.explained == (UNFILLED,)

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from everystep.bridge.cache_objects import foreign_cache, is_foreign, own_cache
 from everystep.bridge.executor import ForeignExecutor
+from everystep.bridge.failures import FAILURES, failure
 from everystep.bridge.findings import Findings
 from everystep.bridge.foreign import Foreign
-from everystep.bridge.named_inputs import REFUSALS, Media, batched, declared, placed, refused
-from everystep.bridge.own_inputs import prepares
+from everystep.bridge.named_inputs import Media, batched, declared, placed
+from everystep.bridge.own_inputs import prepares, reads_any_id
 from everystep.bridge.trial import examine
 from everystep.cache.containers import Cache, DynamicCache, own_half
 from everystep.errors import RequestError
-from everystep.executors.process import is_shortage
 from everystep.models.encoders import PromptEncoder
 from everystep.nn.digests import add_tensor
 from everystep.nn.modes import ordinary_mode
@@ -135,6 +135,11 @@ class ForeignModel:
         """The width of the logits."""
         return self.findings.vocab_size
 
+    @property
+    def known_ids(self) -> int | None:
+        """The number of ids that it reads; None where that is for its own forward to say."""
+        return None if reads_any_id(self.foreign.base) else self.vocab_size
+
     def embed(self, ids: Tensor) -> Tensor:
         """Return (..., E) embeddings of ids (...,)."""
         return self.foreign.embed(ids)
@@ -218,10 +223,13 @@ class ForeignModel:
                 shows["output_attentions"] = True
             try:
                 output = self.foreign.encode(read, **shows)
-            except REFUSALS as error:
-                if not (prompt.inputs or prompt.whole) or is_shortage(error):
+            except FAILURES as error:
+                fed = f"{', '.join(read)} for its encoder"
+                given = {**prompt.inputs, **prompt.whole}
+                found = failure(self.foreign.base, error, fed, given)
+                if found is None:
                     raise
-                raise refused({**prompt.inputs, **prompt.whole}, error) from error
+                raise found from error
             states: Tensor = output[0][0]
             mask = read.get("attention_mask")
             if mask is not None and self.source is not None:

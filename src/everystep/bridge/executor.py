@@ -8,6 +8,7 @@ of one length share a rectangle.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,17 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everystep.bridge.answers import answer_of, early_of
+from everystep.bridge.failures import FAILURES, failure, named
 from everystep.bridge.findings import Findings
 from everystep.bridge.foreign import Foreign
 from everystep.bridge.forward_arguments import Block, arguments, kind_of, step_of
-from everystep.bridge.named_inputs import declared, refused
+from everystep.bridge.named_inputs import declared
 from everystep.bridge.own_inputs import Carried, carries, require_new
 from everystep.bridge.pasts import cache_of, past_of_row
 from everystep.bridge.sheets import Place, Sheet, assembled, columns_across, emptied, keep_spare
-from everystep.errors import EverystepError
-from everystep.executors.process import in_process, is_shortage
+from everystep.errors import ForeignModelError, InvariantError
+from everystep.executors.process import in_process
 from everystep.nn.modes import ordinary_mode
 from everystep.types import Answer, InputSpec, Past, StepOutput, Work, adapter_ability
+from everystep.types.given_tensors import flaw_of
 
 _ROOM = 64
 
@@ -49,6 +52,7 @@ class ForeignExecutor:
         self._findings = replace(findings, **bound) if own else findings
         self._forgets, self._opaque = findings.forgets, findings.opaque
         self._freed: list[Carried] = []
+        self._shows_once = False
         self.vocab_size: int = findings.vocab_size
         self.device: torch.device = foreign.device
         named = () if foreign.encodes else declared(foreign)
@@ -259,18 +263,35 @@ class ForeignExecutor:
     def _called(self, block: Block, place: Place, sheet: Sheet, given: dict[str, Any]) -> Any:
         """Return what the module returns.
 
-        Raise RequestError if it refuses what a prompt is given.
+        Raise RequestError if it refuses what a prompt is given, ForeignModelError if it fails
+        otherwise, or returns no logits of the block.
         """
         try:
             if place.carried is not None:
-                return self._called_as_it_says(block, place, place.carried, sheet, given)
-            return self._foreign.call(given)
-        except (ValueError, IndexError, RuntimeError) as error:
-            whole = block.extras[0].whole
-            ours = isinstance(error, EverystepError) or is_shortage(error)
-            if ours or not whole:
+                output = self._called_as_it_says(block, place, sheet, given)
+            else:
+                output = self._foreign.call(given)
+        except FAILURES as error:
+            first, rows = int(block.work.starts[list(block.feeds)].min()), len(block.feeds)
+            fed = f"{block.length} positions from {first} on, in {rows} rows"
+            found = failure(self._foreign.base, error, fed, block.extras[0].whole)
+            if found is None:
                 raise
-            raise refused(whole, error) from error
+            raise found from error
+        rows, wanted = len(block.feeds), int(block.work.logits[list(block.feeds)].max())
+        logits = getattr(output, "logits", None)
+        got = flaw_of(logits)
+        if isinstance(logits, Tensor) and got is None:
+            fits = logits.dim() == 3 and logits.shape[::2] == (rows, self.vocab_size)
+            if fits and logits.shape[1] >= wanted and logits.is_floating_point():
+                return output
+            got = f"{logits.dtype} of shape {tuple(logits.shape)}"
+        raise ForeignModelError(
+            f"{named(self._foreign.base)} returned logits that do not fit what it was fed",
+            wanted=f"floats of shape ({rows}, {wanted} or more, {self.vocab_size})",
+            got=got,
+            do="Return the logits of every position that is fed",
+        )
 
     def _prepared(self, block: Block, places: list[Place]) -> tuple[Sheet, dict[str, Any]]:
         """Return the sheet that a forward extends, and what the module is called with.
@@ -292,17 +313,59 @@ class ForeignExecutor:
         return sheet, arguments(block, sheet, foreign, findings)
 
     def _called_as_it_says(
-        self, block: Block, place: Place, carried: Carried, sheet: Sheet, given: dict[str, Any]
+        self, block: Block, place: Place, sheet: Sheet, given: dict[str, Any]
     ) -> Any:
-        """Return what the module returns for a row whose inputs it prepares itself."""
-        foreign = self._foreign
+        """Return what the module returns for a row whose inputs it prepares itself.
+
+        transformers hands what a prompt is given as a whole to every forward. Where the first
+        forward after the prompt fails with it, it goes to the prompt's alone.
+        """
+        carried = place.carried
+        if carried is None:
+            raise InvariantError("a row of such a module carries nothing")
         cache = emptied(self._findings.cache) if sheet.cache is None else sheet.cache
+        if whole := block.extras[0].whole:
+            carried.shown, carried.told_again = frozenset(whole), False
+        elif self._shows_once:
+            carried.forget_shown()
+        elif carried.shown and not carried.told_again:
+            before, untouched = carried.copied(), copy.deepcopy(cache)
+            try:
+                output = self._prepared_by_itself(block, place, carried, cache, given)
+            except FAILURES as error:
+                if failure(self._foreign.base, error, "", {}) is None:
+                    raise
+                self._tell_of_shown(carried.shown, error)
+                place.carried = before
+                before.forget_shown()
+                given = {**given, self._foreign.cache_name: untouched}
+                output = self._prepared_by_itself(block, place, before, untouched, given)
+                self._shows_once = True
+            else:
+                carried.told_again = True
+            return output
+        return self._prepared_by_itself(block, place, carried, cache, given)
+
+    def _prepared_by_itself(
+        self, block: Block, place: Place, carried: Carried, cache: Any, given: dict[str, Any]
+    ) -> Any:
+        foreign = self._foreign
         prepared, told = carried.prepared(foreign, given, cache, place.length)
         if not place.length and carries(foreign.base):
             require_new(carried, self._freed)
         output = foreign.module(**prepared, return_dict=True)
         carried.update(foreign, output, told, chooses=bool(block.work.logits[block.feeds[0]]))
         return output
+
+    def _tell_of_shown(self, names: Iterable[str], error: Exception) -> None:
+        """Warn of inputs that the module cannot be given again."""
+        whose, listed = named(self._foreign.base), ", ".join(sorted(names))
+        warnings.warn(
+            f"{whose} fails if it gets {listed} after the prompt ({error}), though its own "
+            "prepare_inputs_for_generation hands that to every forward; it is given to the "
+            "prompt's alone. Return it there only while nothing is cached",
+            stacklevel=2,
+        )
 
     def _no_logits(self) -> Tensor:
         wide = self._foreign.dtype == torch.float64

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.bridge.failures import FAILURES, refused
 from everystep.bridge.foreign import Foreign
 from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.types import InputSpec, Prompt
@@ -47,8 +48,6 @@ _OURS = frozenset(
 _MEDIA = ("pixel", "image", "video", "audio", "vision", "feature", "grid")
 _GRID = "grid_thw"
 _ROPE = "get_rope_index"
-REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, StopIteration)
-"""The errors of a module for inputs that do not fit one another."""
 _RANKS = {"input_features": 3, "pixel_values": 4, "flattened_patches": 3}
 """The number of dimensions of a batch that an encoder reads; others have 2."""
 
@@ -211,7 +210,7 @@ def placed(foreign: Foreign, prompt: Prompt) -> Prompt:
         raise RequestError(what, wanted=", ".join(missing), got=", ".join(sorted(told)), do=do)
     try:
         found, shift = find(**{name: one for name, one in told.items() if name in takes})
-    except REFUSALS as error:
+    except FAILURES as error:
         raise refused(prompt.whole, error) from error
     return replace(prompt, positions=_with_next(found[:, 0].cpu(), prompt.length + int(shift[0])))
 
@@ -228,13 +227,3 @@ def _with_next(positions: Tensor, first: int) -> Tensor:
         what = "generated tokens would stand before the end of the prompt"
         raise UnsupportedError(what, wanted=f"{last + 1} or more", got=first)
     return torch.cat([positions, positions.new_full((len(positions), 1), first)], dim=1)
-
-
-def refused(whole: Mapping[str, Tensor], error: Exception) -> RequestError:
-    """Return the error of a module that was given something for a prompt that does not fit it."""
-    shown = ", ".join(f"{name} {tuple(one.shape)}" for name, one in sorted(whole.items()))
-    return RequestError(
-        f"what was given by name does not fit the prompt: {error or type(error).__name__}",
-        got=shown,
-        do="Pass ids and inputs as one call of the processor returned them",
-    )

@@ -30,6 +30,11 @@ def has_own(module: nn.Module, name: str) -> bool:
     return method is not None and method.__module__.partition(".")[0] not in _LIBRARIES
 
 
+def reads_any_id(module: nn.Module) -> bool:
+    """Return whether its class has a forward of its own, which may know ids beyond the table."""
+    return has_own(module, "forward")
+
+
 def prepares(module: nn.Module) -> bool:
     """Return whether a module prepares its inputs in a way of its own."""
     return has_own(module, _PREPARE) or has_own(module, _UPDATE)
@@ -43,20 +48,29 @@ def carries(module: nn.Module) -> bool:
 class Carried:
     """The values that one row carries: its ids so far and the keywords of its forwards.
 
-    `chosen`: from how many of the forwards a token was chosen.
+    `chosen`: from how many of the forwards a token was chosen. `shown`: the names of what its
+    prompt was given as a whole. `told_again`: a forward took that a second time.
     """
 
     def __init__(self) -> None:
         self.ids = torch.empty(1, 0, dtype=torch.int64)
         self.kept: dict[str, Any] = {}
         self.chosen = 0
+        self.shown: frozenset[str] = frozenset()
+        self.told_again = False
 
     def copied(self) -> Carried:
         """Return the same for a fork, which shares nothing with it."""
         made = Carried()
         made.ids, made.chosen = self.ids, self.chosen
+        made.shown, made.told_again = self.shown, self.told_again
         made.kept = copy.deepcopy(self.kept)
         return made
+
+    def forget_shown(self) -> None:
+        """Tell the module nothing more of what the prompt was given as a whole."""
+        self.kept = {name: value for name, value in self.kept.items() if name not in self.shown}
+        self.shown = frozenset()
 
     def prepared(
         self, foreign: Foreign, given: Mapping[str, Any], cache: Any, before: int

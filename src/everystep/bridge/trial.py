@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from everystep.bridge.executor import ForeignExecutor
+from everystep.bridge.failures import FAILURES, failure
 from everystep.bridge.findings import Findings
 from everystep.bridge.foreign import Foreign, library
 from everystep.bridge.sheets import is_kept, is_linear, layers_of
@@ -71,7 +72,13 @@ def _first(foreign: Foreign, ids: np.ndarray) -> Findings:
         given = {"encoder_outputs": (_states(foreign, ids)[None],)}
     if foreign.encodes:
         given["decoder_input_ids"] = row
-    output = foreign.call(given)
+    try:
+        output = foreign.call(given)
+    except FAILURES as error:
+        found = failure(foreign.base, error, f"{len(ids)} plain ids, to see what it can do", {})
+        if found is None:
+            raise
+        raise found from error
     logits, cache = getattr(output, "logits", None), getattr(output, foreign.cache_name, None)
     if not isinstance(logits, Tensor) or logits.dim() != 3:
         raise ModelClassError(
@@ -79,6 +86,13 @@ def _first(foreign: Foreign, ids: np.ndarray) -> Findings:
             wanted="logits (rows, positions, vocabulary)",
             got=type(output).__name__,
             do="Load it with an AutoModel class that has a head",
+        )
+    if tuple(logits.shape[:2]) != (1, len(ids)):
+        raise ModelClassError(
+            "the model gives logits of other positions than it was fed",
+            wanted=f"(1, {len(ids)}, vocabulary) for one row of {len(ids)} ids",
+            got=tuple(logits.shape),
+            do="Return the logits of every position, or take logits_to_keep in forward",
         )
     if cache is None or (not hasattr(cache, "layers") and not hasattr(cache, "is_updated")):
         raise UnsupportedError(

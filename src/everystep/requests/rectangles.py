@@ -167,7 +167,7 @@ def _read_content(
     if array is not None:
         tokens = [one.token for one in subject.prompt_inputs if one.token is not None]
         known = array[~np.isin(array, tokens)] if tokens else array
-        require_known(known, subject.vocab_size if found is None else None, name)
+        require_known(known, subject.known_ids if found is None else None, name)
         if found is None or array.shape[1]:
             return array, found, pad
     return None, found, pad

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from everystep.api.quantize import quantize as quantize
     from everystep.api.score import Score as Score
     from everystep.api.score import score as score
+    from everystep.api.transcribe import Transcript as Transcript
+    from everystep.api.transcribe import transcribe as transcribe
     from everystep.api.verify import Verification as Verification
     from everystep.api.verify import verify as verify
     from everystep.cache.containers import Cache as Cache
@@ -208,6 +210,7 @@ _NAMES = {
     "api.score": "Score score",
     "drivers.generated": "Generated",
     "runs.steps": "Explanation Step",
+    "api.transcribe": "Transcript transcribe",
     "api.verify": "Verification verify",
     "cache.containers": """
         Cache DynamicCache EncoderDecoderCache OffloadedCache OffloadedStaticCache

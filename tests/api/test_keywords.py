@@ -24,6 +24,7 @@ from everystep.testing.models import tiny_document, tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 from everystep.testing.typed_dicts import files
 from tests.api.paper import drawn_page
+from tests.api.test_transcribe import listener
 
 READ = {"input_ids", "attention_mask", "inputs_embeds", "position_ids"}
 PLAIN: tuple[Any, ...] = (True, 0, 1, 2, 5, 0.0, 0.5, 1.0, 1.5, "x")
@@ -43,6 +44,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], type | None]] = {
     "load_model": (es.load_model, None),
     "quantize": (es.quantize, None),
     "wrap": (es.wrap, None),
+    "transcribe": (es.transcribe, keywords.ModelOptions),
     "verify": (es.verify, LoadOptions),
     "layout_prompt": (es.layout_prompt, None),
     "read_sound": (es.read_sound, None),
@@ -192,6 +194,8 @@ def test_help_ends_with_an_example_that_runs(name: str, tmp_path: Path) -> None:
     if name == "layout_prompt":
         page, lines = drawn_page()
         names |= {"model": tiny_document(), "picture": page, "lines": lines}
+    if name == "transcribe":
+        names["model"] = listener()
     test = doctest.DocTestParser().get_doctest(
         example, {**names, "folder": tmp_path, "torch": torch}, name, None, None
     )

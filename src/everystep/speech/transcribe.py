@@ -34,7 +34,7 @@ from everystep.speech.transcription_options import Speech, read_speech
 
 
 @dataclass
-class _Utterance:
+class Utterance:
     """A row of sounds.
 
     `begins`: what its transcript begins with. `frames`: how many of its sounds are real. `seek`:
@@ -58,11 +58,7 @@ def transcribe(model: Subject, given: Arguments) -> object:
     `given`: what was passed to `model.generate`.
     """
     speech = read_speech(model, given)
-    with inference_mode():
-        utterances = _utterances(model, speech)
-    last: object = None
-    while active := [one for one in utterances if one.seek < one.frames]:
-        last = _window(model, speech, active)
+    utterances, last = listen(model, speech)
     if speech.returns_output and not speech.stamps:
         return last
     said = [one.segments for one in utterances]
@@ -74,10 +70,20 @@ def transcribe(model: Subject, given: Arguments) -> object:
     return sequences
 
 
+def listen(model: Subject, speech: Speech) -> tuple[list[Utterance], object]:
+    """Return every row of sounds with what was said in it, and what the last call returned."""
+    with inference_mode():
+        utterances = _utterances(model, speech)
+    last: object = None
+    while active := [one for one in utterances if one.seek < one.frames]:
+        last = _window(model, speech, active)
+    return utterances, last
+
+
 _NOTHING = torch.empty(0, dtype=torch.int64)
 
 
-def _utterances(model: Subject, speech: Speech) -> list[_Utterance]:
+def _utterances(model: Subject, speech: Speech) -> list[Utterance]:
     """Return the rows of a call, each as often as it is asked for."""
     sounds, copies = speech.sounds, speech.copies
     begins = speech.begun or first_tokens(
@@ -90,7 +96,7 @@ def _utterances(model: Subject, speech: Speech) -> list[_Utterance]:
     )
     each = zip(sounds, speech.frames, begins, strict=True)
     return [
-        _Utterance(row * copies + copy, own, frames, first, speech.follows)
+        Utterance(row * copies + copy, own, frames, first, speech.follows)
         for row, (own, frames, first) in enumerate(each)
         for copy in range(copies)
     ]
@@ -126,7 +132,7 @@ def _cut(sounds: Tensor, seek: int, end: int, span: int) -> Tensor:
     return F.pad(part, (0, span - part.shape[1]))
 
 
-def _window(model: Subject, speech: Speech, active: list[_Utterance]) -> object:
+def _window(model: Subject, speech: Speech, active: list[Utterance]) -> object:
     """Give every row the segments of its next window, and return what the last call returned."""
     heard = [_cut(one.sounds, one.seek, one.frames, speech.span) for one in active]
     prompts = [_decoder_ids(speech, one) for one in active]
@@ -153,7 +159,7 @@ def _window(model: Subject, speech: Speech, active: list[_Utterance]) -> object:
 
 
 def _settle(
-    speech: Speech, one: _Utterance, said: np.ndarray, result: object, *, silent: bool
+    speech: Speech, one: Utterance, said: np.ndarray, result: object, *, silent: bool
 ) -> None:
     """Give the row the segments of a window, behind which it goes on."""
     frames = min(one.frames - one.seek, speech.span)
@@ -167,7 +173,7 @@ def _settle(
 
 
 def _silence(
-    model: Subject, speech: Speech, one: _Utterance, heard: Tensor, prompt: list[int]
+    model: Subject, speech: Speech, one: Utterance, heard: Tensor, prompt: list[int]
 ) -> float:
     """Return the probability that nobody speaks in a window; 0 where nothing depends on it."""
     if speech.doubts.no_speech is None:
@@ -176,7 +182,7 @@ def _silence(
     return float(logits.softmax(-1)[speech.first_stamp - 2])
 
 
-def _decoder_ids(speech: Speech, one: _Utterance) -> list[int]:
+def _decoder_ids(speech: Speech, one: Utterance) -> list[int]:
     """Return the ids with which the decoder begins a window: those said before, if it is to know
     them, then those of a transcript's beginning."""
     prompt, room = speech.prompt, speech.most // 2 - 1

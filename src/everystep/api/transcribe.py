@@ -1,0 +1,220 @@
+"""`es.transcribe`: sounds in, texts out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Unpack, cast, overload
+
+import numpy as np
+from torch import Tensor
+
+from everystep.api.model import LanguageModel
+from everystep.config.kinds import FLAG
+from everystep.errors import RequestError, UnsupportedError, shown
+from everystep.models import Model
+from everystep.requests.door import lists_options, sort
+from everystep.requests.prompts import TokenizerLike
+from everystep.sounds.features import WhisperFeatureExtractor
+from everystep.sounds.sound_files import read_sound
+from everystep.speech.transcribe import Utterance, listen
+from everystep.speech.transcription_options import Speech, read_speech
+
+if TYPE_CHECKING:
+    from everystep.requests.keywords import ModelOptions
+
+OneSound = str | os.PathLike[str] | np.ndarray | Tensor
+"""A file, or samples (n,) from -1 to 1."""
+_OURS = {
+    "input_features": "Pass the sound itself, or call model.generate with features",
+    "attention_mask": "Leave it out: the length of a sound is known",
+    "return_timestamps": "Pass timestamps=True",
+    "return_segments": "Read the segments of the result",
+    "return_dict_in_generate": "Call model.generate with features",
+    "num_return_sequences": "Call model.generate with features",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """A stretch of a sound from `start` to `end`, in seconds, and what is said in it."""
+
+    text: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """The text of a sound, which is also its string.
+
+    `language`: the code of the spoken language, None where the model knows one alone. `segments`:
+    its stretches, a single one without timestamps. `ids`: all that was written, timestamps too.
+    """
+
+    text: str
+    language: str | None
+    segments: tuple[Spoken, ...]
+    ids: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@overload
+def transcribe(
+    model: LanguageModel,
+    tokenizer: TokenizerLike,
+    sound: OneSound,
+    *,
+    timestamps: bool = False,
+    extractor: WhisperFeatureExtractor | None = None,
+    **options: Unpack[ModelOptions],
+) -> Transcript: ...
+
+
+@overload
+def transcribe(
+    model: LanguageModel,
+    tokenizer: TokenizerLike,
+    sound: Sequence[OneSound],
+    *,
+    timestamps: bool = False,
+    extractor: WhisperFeatureExtractor | None = None,
+    **options: Unpack[ModelOptions],
+) -> list[Transcript]: ...
+
+
+@lists_options("rectangle")
+def transcribe(
+    model: LanguageModel,
+    tokenizer: TokenizerLike,
+    sound: OneSound | Sequence[OneSound],
+    *,
+    timestamps: bool = False,
+    extractor: WhisperFeatureExtractor | None = None,
+    **options: Unpack[ModelOptions],
+) -> Transcript | list[Transcript]:
+    """Return what is said in a sound, or in each of several, which are heard side by side.
+
+    `sound`: a file, or samples (n,) from -1 to 1 at the rate that the model reads, mostly 16,000
+    per second. Sounds may be longer than the 30 seconds that the model hears at once.
+    `timestamps`: the result has a segment for each stretch of speech. `extractor`: what makes
+    features of samples; without one, that of the model's size. `options`: as for `model.generate`
+    of a model that listens, such as `language`, `task="translate"` or `num_beams`.
+
+    RequestError for what is no sound, UnsupportedError for a model that does not listen.
+
+    Example:
+
+        >>> said = es.transcribe(model, tokenizer, folder / "speech.wav", max_new_tokens=4)
+        >>> text = said.text
+    """
+    if not isinstance(model, LanguageModel) or not model.listens:
+        raise UnsupportedError(
+            "this model does not listen",
+            wanted="a Whisper that es.load returned",
+            got=type(model).__name__ if not isinstance(model, LanguageModel) else repr(model),
+            do="Load one with es.load",
+        )
+    FLAG.checked(timestamps, "timestamps")
+    for name, do in _OURS.items():
+        if dict(options).get(name) is not None:
+            raise RequestError(f"transcribe takes no {name}", got=shown(options), do=do)
+    extractor = extractor or _usual_extractor(model)
+    several = isinstance(sound, list | tuple)
+    listed = sound if isinstance(sound, list | tuple) else [sound]
+    samples = [_samples(one, extractor) for one in listed]
+    if not samples:
+        raise RequestError("there is no sound", wanted="at least one", got="an empty list")
+    found: dict[int, Transcript] = {}
+    # Windows of short sounds are heard whole, silence too: what is said in one does not depend on
+    # whether another is long.
+    for long in (False, True):
+        places = [i for i, one in enumerate(samples) if (len(one) > extractor.n_samples) is long]
+        if places:
+            group = [samples[place] for place in places]
+            heard = _heard(model, options, group, extractor, long=long, stamps=timestamps or long)
+            for place, (speech, one) in zip(places, heard, strict=True):
+                seconds = len(samples[place]) / extractor.sampling_rate
+                found[place] = _transcript(one, speech, tokenizer, seconds, apart=timestamps)
+    if several:
+        return [found[place] for place in range(len(samples))]
+    return found[0]
+
+
+def _usual_extractor(model: LanguageModel) -> WhisperFeatureExtractor:
+    """Return what makes features of the size that the model reads, all else as usual."""
+    channels, span = cast(Model, model.core).network.source_shape
+    usual = WhisperFeatureExtractor()
+    seconds = span * usual.hop_length // usual.sampling_rate
+    return WhisperFeatureExtractor(feature_size=channels, chunk_length=seconds)
+
+
+def _samples(sound: object, extractor: WhisperFeatureExtractor) -> np.ndarray:
+    """Return (n,) the samples of a sound."""
+    if isinstance(sound, str | os.PathLike):
+        return read_sound(sound, extractor.sampling_rate)
+    if isinstance(sound, np.ndarray | Tensor) and sound.ndim == 1:
+        return np.asarray(sound)
+    raise RequestError(
+        "this is no sound",
+        wanted="the path of a file, or samples (n,)",
+        got=f"shape {tuple(sound.shape)}"
+        if isinstance(sound, np.ndarray | Tensor)
+        else shown(sound),
+        do="Pass one channel; a list holds several sounds",
+    )
+
+
+def _heard(
+    model: LanguageModel,
+    options: Mapping[str, object],
+    samples: list[np.ndarray],
+    extractor: WhisperFeatureExtractor,
+    *,
+    long: bool,
+    stamps: bool,
+) -> list[tuple[Speech, Utterance]]:
+    """Return what is said in each of several sounds, all `long` or none, and how it was read."""
+    if long:
+        features = extractor(
+            samples, truncation=False, padding="longest", return_attention_mask=True
+        )
+    else:
+        features = extractor(samples, return_attention_mask=False)
+    given = {**options, **features, "return_timestamps": stamps}
+    speech = read_speech(model, sort("rectangle", model, given))
+    utterances, _ = listen(model, speech)
+    return [(speech, one) for one in utterances]
+
+
+def _transcript(
+    one: Utterance, speech: Speech, tokenizer: TokenizerLike, seconds: float, *, apart: bool
+) -> Transcript:
+    """Return what was said in a sound of so many seconds, `apart` by timestamps or as a whole."""
+    ids = [token for segment in one.segments for token in segment["tokens"].tolist()]
+    text = _text(ids, speech, tokenizer)
+    parts = [
+        Spoken(
+            _text(segment["tokens"].tolist(), speech, tokenizer),
+            round(min(segment["start"], seconds), 2),
+            round(min(segment["end"], seconds), 2),
+        )
+        for segment in one.segments
+    ]
+    whole = Spoken(text, 0.0, round(seconds, 2))
+    return Transcript(text, _language(one, speech), tuple(parts) if apart else (whole,), tuple(ids))
+
+
+def _text(ids: list[int], speech: Speech, tokenizer: TokenizerLike) -> str:
+    said = [token for token in ids if token < speech.first_stamp]
+    return str(tokenizer.decode(said, skip_special_tokens=True)).strip()
+
+
+def _language(one: Utterance, speech: Speech) -> str | None:
+    """Return the code of the language that a transcript says that it is in."""
+    names = {token: name for name, token in (speech.tokens.languages or {}).items()}
+    codes = [names[token].strip("<|>") for token in one.begins if token in names]
+    return codes[0] if codes else None

@@ -340,6 +340,10 @@ Device = Annotated[
 AsMessage = Annotated[
     bool, _message("--chat", help="Send PROMPT as a message instead of continuing it.")
 ]
+Images = Annotated[
+    list[Path] | None,
+    _message("--image", metavar="FILE", help="Show this picture before PROMPT; can be repeated."),
+]
 System = Annotated[
     str | None,
     _message("--system", metavar="TEXT", help="Instructions before the first message."),

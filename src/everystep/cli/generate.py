@@ -48,6 +48,7 @@ def generate(
     as_message: o.AsMessage = False,
     system: o.System = None,
     *,
+    image: o.Images = None,
     page: Page = None,
     lines: Lines = None,
     reasoning: Reasoning = False,
@@ -64,16 +65,21 @@ def generate(
     offline: o.Offline = False,
     **said: Any,
 ) -> None:
-    """Continue PROMPT, or with --chat answer it.
+    """Continue PROMPT, or with --chat or --image answer it.
 
     Without PROMPT and --file the prompt is read from standard input; beside them, text from a pipe
     or a file follows the prompt after a blank line.
     """
     form = chosen_form(as_json, as_jsonl, several=(said["num_return_sequences"] or 1) > 1)
     about_page = asked_page(page, lines, reasoning, system)
+    images = tuple(image or ())
+    if images and about_page:
+        raise typer.BadParameter("--image and --page ask different models; give one of them")
+    if missing := [str(one) for one in images if not one.is_file()]:
+        raise typer.BadParameter(f"there is no picture {missing[0]!r}")
     if resume is not None:
         prompts = {"PROMPT": prompt, "--file": file, "--page": page}
-        refuse_prompt({**prompts, "--system": system, "--chat": as_message})
+        refuse_prompt({**prompts, "--system": system, "--chat": as_message, "--image": images})
     kept = save or resume
     for written in (kept, trace):
         # A run that is not there is an error of its own.
@@ -82,7 +88,7 @@ def generate(
     decoding, seed = o.decoding(said), said["seed"]
     decoding |= o.following(said)
     text = "" if resume is not None else read_prompt(prompt, file)
-    asked = CommandPrompt(text, as_message, system, about_page)
+    asked = CommandPrompt(text, as_message, system, about_page, images)
     started = time.perf_counter()
     how = (dtype, quantize, cache_dtype, device, offline or context.obj)
     loaded, tokenizer = load(model, *how)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import everystep as es
@@ -14,18 +15,21 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class CommandPrompt:
-    """`message`: the text goes through the chat template, as it does with a `system` message;
-    `page`: arguments of `es.layout_prompt` for a question about a page, none without one."""
+    """`message`: the text goes through the chat template, as it does with a `system` message or
+    `images`; `page`: arguments of `es.layout_prompt` for a question about a page, none without one.
+    """
 
     text: str
     message: bool
     system: str | None
     page: Mapping[str, Any]
+    images: tuple[Path, ...] = ()
 
     @property
     def continues(self) -> bool:
         """True if the model sees the text itself and nothing else."""
-        return not self.page and not self.message and self.system is None
+        asks = self.message or self.system is not None or bool(self.images)
+        return not self.page and not asks
 
     def for_model(self, model: Any, tokenizer: Any) -> Any:
         """Return what `es.stream` takes.
@@ -36,8 +40,11 @@ class CommandPrompt:
             return es.layout_prompt(model, tokenizer, self.text, **self.page)
         if self.continues:
             return self.text
-        require_template(tokenizer, "--chat" if self.system is None else "--system")
-        return [*system_message(self.system), {"role": "user", "content": self.text}]
+        which = "--image" if self.images else "--chat" if self.system is None else "--system"
+        require_template(tokenizer, which)
+        shown = [{"type": "image", "image": path} for path in self.images]
+        content = [*shown, {"type": "text", "text": self.text}] if shown else self.text
+        return [*system_message(self.system), {"role": "user", "content": content}]
 
 
 def system_message(system: str | None) -> list[Message]:

@@ -157,8 +157,8 @@ def test_an_argument_is_honoured_or_refused(model: LanguageModel, face: str, nam
     given = {**beside, name: value}
     if name == "inputs_embeds":
         given["input_ids"] = None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
         if face in REFUSED.get(name, ()):
             taken = {key: one for key, one in given.items() if face not in REFUSED.get(key, ())}
             with pytest.raises(EverystepError) as caught:
@@ -167,12 +167,15 @@ def test_an_argument_is_honoured_or_refused(model: LanguageModel, face: str, nam
             assert name in text and text.endswith(".") and ". " in text
             return
         result, asked = seen(model, face, given)
+        told = [str(one.message) for one in heard]
         before, asked_before = seen(model, face, {**beside})
     if isinstance(value, Recorder):
         assert value.seen[0] == PROMPT.tolist() and value.seen[-1] == "end"
         return
-    if name in WITHOUT_EFFECT or (face, name) in WITHOUT_EFFECT:
+    why = WITHOUT_EFFECT.get(name) or WITHOUT_EFFECT.get((face, name))
+    if why is not None:
         assert result == before
+        assert any(name in one for one in told) == why.endswith("a warning says so")
     elif result == before:  # then the engine was asked for something else, and not by chance
         assert asked != asked_before == seen(model, face, {**resolved(model, name)[1]})[1]
 

@@ -44,6 +44,14 @@ OptionsLike = Mapping[str, object] | GenerationConfig
 _ROWS = 32
 _INSIDE = _ROWS + 8  # prompts in an engine: the fewer wait there, the sooner come other threads'
 _TOKEN_BUDGET = 1024
+_NOTHING_TO_TRIM = (
+    "trim_stop_strings has no effect without stop_strings. Set stop_strings, or leave "
+    "trim_stop_strings out."
+)
+_NO_TEMPLATE = (
+    "add_generation_prompt has no effect on a prompt that is no conversation. Pass messages, or "
+    "leave add_generation_prompt out."
+)
 KEPT = 4096
 """Positions that the rows of prompts that have ended may hold, for others to go on from."""
 
@@ -141,6 +149,8 @@ class Session:
         seed, beside = options.seed, asked.beside
         if seed is None and beside is NOTHING_BESIDE:
             return options
+        if beside.trim_stop_strings and options.effective.stop_strings is None:
+            options = replace(options, effective=options.effective.noting(_NOTHING_TO_TRIM))
         deadline = None
         if beside.timeout is not None:
             if self._gives_steps:
@@ -227,6 +237,8 @@ class Session:
 
     def _passed(self, prompt: PromptLike, options: Options) -> PromptValues:
         begins, prefix = options.starts_answer, options.prefix
+        if not begins and messages_of(prompt) is None:
+            warnings.warn(_NO_TEMPLATE, stacklevel=4)
         return read_prompt(self._model, self.tokenizer, prompt, starts_answer=begins, prefix=prefix)
 
     def prepared(self, passed: PromptValues, index: int) -> Call:

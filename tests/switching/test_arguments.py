@@ -236,6 +236,8 @@ LINE: dict[str, tuple[list[str], Any]] = {
     "num_return_sequences": (["--num-return-sequences", "2", "--do-sample"], 2),
     "best_of": (["--best-of", "2"], 2),
     "assistant_early_exit": (["--assistant-early-exit", "1"], 1),
+    "penalty_alpha": (["--penalty-alpha", "0.6"], 0.6),
+    "guidance_scale": (["--guidance-scale", "2"], 2.0),
     "repetition_penalty": (["--repetition-penalty", "1.5"], 1.5),
     "stop_strings": (["--stop", "a", "--stop", "b"], ["a", "b"]),
     "regex": (["--regex", "a+"], "a+"),

@@ -30,18 +30,17 @@ from tests.cli.fakes import Stage
 from tests.cli.running import Caller
 from tests.switching.arguments import (
     ASKED,
+    BASE,
     IDS,
     IN_PROMPTS,
     OF_TEXTS,
     PROMPT,
     REFUSED,
-    TOKENIZER,
     WITHOUT_EFFECT,
+    Given,
     Recorder,
+    resolved,
 )
-
-Given = dict[str, Any]
-BASE: Given = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
 
 
 @pytest.fixture(scope="module")
@@ -120,30 +119,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(one) for one in value]
     return value
-
-
-# --- values that depend on the model --------------------------------------------------------------
-
-
-def resolved(model: LanguageModel, name: str) -> tuple[Any, Given]:
-    """The value that is given, and what stands beside it."""
-    value, beside = ASKED[name]
-    new = model.generate(PROMPT, **BASE)[0, 3:].tolist()
-    for key, one in {name: value, **beside}.items():
-        if isinstance(one, str) and one in ("first", "second", "text"):
-            one = {"first": new[0], "second": new[1], "text": TOKENIZER.decode(new[:2])}[one]
-            one = [[one]] if key == "bad_words_ids" else [one] if "suppress" in key else one
-        if isinstance(one, Recorder):
-            one.seen.clear()
-        if one is es.DynamicCache:
-            one = es.DynamicCache()
-        if one is es.Prefix:
-            one = es.prefill(model, prompt=IDS)
-        if key == name:
-            value = one
-        else:
-            beside = {**beside, key: one}
-    return value, {**BASE, **beside}
 
 
 # --- the test -------------------------------------------------------------------------------------

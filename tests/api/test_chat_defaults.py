@@ -207,3 +207,12 @@ def test_the_default_model_knows_the_capital_of_france() -> None:
     assert es.generate(model, tokenizer, said, max_new_tokens=12) == answer
     with es.stream(model, tokenizer, said, max_new_tokens=12) as stream:
         assert "".join(event.text for event in stream) == answer
+
+
+def test_an_answer_that_is_not_begun_is_of_conversations_alone() -> None:
+    given = {**OPTIONS, "add_generation_prompt": False}
+    for prompts in ("Hi", ["Hi", [USER]]):
+        with pytest.warns(UserWarning, match="add_generation_prompt has no effect on a prompt"):
+            es.generate(MODEL, TOKENIZER, prompts, **given)
+    es.generate(MODEL, TOKENIZER, [[USER], {"messages": [USER]}], **given)  # and no warning
+    es.generate(MODEL, TOKENIZER, (one for one in [[USER]]), **given)

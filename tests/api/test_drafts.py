@@ -208,3 +208,14 @@ def test_settings_of_drafts_without_any_are_told_of(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model().generate(**ROWS, **{name: 3}, assistant_model=model())
+
+
+def test_how_to_copy_without_copies_is_told_of() -> None:
+    given = {**ROWS, "max_matching_ngram_size": 2}
+    for other in ({}, {"assistant_model": model()}):
+        with pytest.warns(UserWarning, match="max_matching_ngram_size has no effect, as no drafts"):
+            model().generate(**given, **other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for source in ({"prompt_lookup_num_tokens": 3}, {"draft_corpus": es.Corpus([[5, 6, 7]])}):
+            model().generate(**given, **source)

@@ -163,6 +163,13 @@ ROWS: list[tuple[str, dict[str, Any], Said, Said]] = [
      ("error", "num_return_sequences"), ("error", "num_return_sequences must be 1")),
     ("1.5.3 scores without an object", {"output_scores": True},
      ("warning", "output_scores"), ("warning", "output_scores has no effect")),
+    ("a start for a decoder that has none", {"decoder_start_token_id": 5},
+     NOTHING, ("warning", "decoder_start_token_id has no effect")),
+    ("an id that is forced after several", {"forced_bos_token_id": 5},
+     NOTHING, ("warning", "forced_bos_token_id has no effect")),
+    ("the same after one", {"input_ids": IDS[:, :1], "forced_bos_token_id": 5}, NOTHING, NOTHING),
+    ("how to copy without copies", {"max_matching_ngram_size": 2},
+     NOTHING, ("warning", "max_matching_ngram_size has no effect")),
     ("1.5.3 chunks without a cache", {"prefill_chunk_size": 2, "use_cache": False},
      ("error", "without a cache"), ("error", "no effect without a cache")),
 ]

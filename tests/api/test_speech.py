@@ -193,7 +193,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[EverystepError], str]] = {
     "words in time": (
         {**heard(SPAN), "return_token_timestamps": True},
         UnsupportedError,
-        "return_token_timestamps is not supported",
+        "return_token_timestamps asks for times of tokens",
     ),
     "no room": ({**heard(SPAN), "max_new_tokens": 40}, RequestError, "has no room"),
     "samples of nothing": ({**heard(SPAN), "do_sample": True}, RequestError, "at a temperature"),

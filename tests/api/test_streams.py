@@ -154,7 +154,10 @@ class Interrupting:
         return self
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"trim_stop_strings": True}], ids=str)
+TRIMMED = {"stop_strings": ["never said"], "trim_stop_strings": True}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, TRIMMED], ids=str)
 def test_an_interrupt_at_any_line_loses_and_repeats_nothing(
     model: LanguageModel, options: dict[str, Any]
 ) -> None:

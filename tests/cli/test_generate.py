@@ -195,6 +195,18 @@ def test_a_name_alone_has_usual_values(
     assert options(stage)[name] == value
 
 
+def test_guidance_arrives(stage: Stage, call: Caller) -> None:
+    call("generate", "a", "--guidance-scale", "1.5", "--negative-prompt", "dull words")
+    given = options(stage)
+    assert (given["guidance_scale"], given["negative_prompt"]) == (1.5, "dull words")
+
+
+def test_candidates_of_contrastive_search_are_not_drawn(stage: Stage, call: Caller) -> None:
+    call("generate", "a", "--penalty-alpha", "0.6", "--top-k", "4")
+    given = options(stage)
+    assert (given["penalty_alpha"], given["top_k"], given.get("do_sample")) == (0.6, 4, None)
+
+
 def test_early_exit_arrives(stage: Stage, call: Caller) -> None:
     call("generate", "a", "--assistant-early-exit", "3")
     assert options(stage)["assistant_early_exit"] == 3

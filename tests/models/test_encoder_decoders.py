@@ -82,6 +82,18 @@ def test_logits_are_those_of_transformers(name: str, dtype: torch.dtype) -> None
     assert farthest(found, logits_of(reference, given, written)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("kind", TEXTS)
+def test_a_source_of_padding_alone_gives_numbers(kind: str) -> None:
+    model, read = es.LanguageModel(ours(reference_pair(kind, torch.float64))), ids(2, 6)
+    written, mask = ids(2, 4), torch.zeros_like(read)
+    assert logits_of(model, {"input_ids": read, "attention_mask": mask}, written).isfinite().all()
+    mask[0] = 1
+    found = logits_of(model, {"input_ids": read, "attention_mask": mask}, written)
+    assert found.isfinite().all()
+    alone = logits_of(model, {"input_ids": read[:1]}, written[:1])
+    assert farthest(found[:1], alone) < 1e-10
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 3, "length_penalty": 2.0, "num_return_sequences": 2},

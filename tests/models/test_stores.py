@@ -96,6 +96,15 @@ def test_padding_on_both_sides_is_not_seen(family: str) -> None:
     assert farthest(found[mask > 0], expected[mask > 0]) < 1e-10
 
 
+@pytest.mark.parametrize("rows", [0, 1])
+def test_rows_of_padding_alone_are_the_references_in_mamba(rows: int) -> None:
+    read, model = ids(2, 6), pair("mamba")
+    mask = torch.zeros_like(read)
+    mask[:rows] = 1
+    expected = reference_logits(model.reference, read, mask)
+    assert farthest(model.model(read, attention_mask=mask).logits, expected) < 1e-5
+
+
 # --- generate -------------------------------------------------------------------------------------
 
 PROMPTS = torch.tensor(

@@ -126,3 +126,13 @@ def test_a_string_of_the_prompt_does_not_end_but_may_begin_there(model: Language
     first = str(tiny_tokenizer().decode([int(plain[0, ids.shape[1]])]))
     stopped = model.generate(ids, stop_strings="who" + first, **options)
     assert stopped.shape[1] == ids.shape[1] + 1
+
+
+def test_trimming_without_stop_strings_is_told_of(model: LanguageModel) -> None:
+    tokenizer, given = tiny_tokenizer(), {"max_new_tokens": 2, "trim_stop_strings": True}
+    with pytest.warns(UserWarning, match="trim_stop_strings has no effect without stop_strings"):
+        es.generate(model, tokenizer, PROMPTS, **given)
+    with pytest.warns(UserWarning, match="trim_stop_strings has no effect without stop_strings"):
+        es.stream(model, tokenizer, PROMPTS[0], **given).close()
+    with pytest.warns(UserWarning, match="trim_stop_strings has no effect without stop_strings"):
+        es.open(model, tokenizer, PROMPTS[0], **given)

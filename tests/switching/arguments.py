@@ -13,10 +13,13 @@ from typing import Any, ClassVar
 import torch
 
 import everystep as es
+from everystep.api.model import LanguageModel
 from everystep.strategies import Greedy, Reads, strategy
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 
+Given = dict[str, Any]
+BASE: Given = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
 TOKENIZER = tiny_tokenizer(320)
 IDS = TOKENIZER.encode("Is i")  # three ids, the last of which could go on as another
 PROMPT = torch.tensor([IDS])
@@ -288,11 +291,32 @@ WITHOUT_EFFECT: dict[str | tuple[str, str], str] = {
     "max_cache_len": "for a static cache; a warning says so",
     "renormalize_logits": "greedy choices are the same",
     "remove_invalid_values": "there are none here",
-    "forced_bos_token_id": "for a prompt of one id",
+    "forced_bos_token_id": "for a prompt of one id; a warning says so",
     "bos_token_id": "for a call without a prompt",
-    "decoder_start_token_id": "for a model with an encoder",
+    "decoder_start_token_id": "for a model with an encoder; a warning says so",
     "diversity_penalty": "for groups of beams; a warning says so",
     "disable_compile": "nothing is compiled",
     "input_ids": "it is the prompt that was given anyway",
 }
 """Argument, or face and argument -> why nothing changes in this call."""
+
+
+def resolved(model: LanguageModel, name: str) -> tuple[Any, Given]:
+    """The value that is given, and what stands beside it."""
+    value, beside = ASKED[name]
+    new = model.generate(PROMPT, **BASE)[0, 3:].tolist()
+    for key, one in {name: value, **beside}.items():
+        if isinstance(one, str) and one in ("first", "second", "text"):
+            one = {"first": new[0], "second": new[1], "text": TOKENIZER.decode(new[:2])}[one]
+            one = [[one]] if key == "bad_words_ids" else [one] if "suppress" in key else one
+        if isinstance(one, Recorder):
+            one.seen.clear()
+        if one is es.DynamicCache:
+            one = es.DynamicCache()
+        if one is es.Prefix:
+            one = es.prefill(model, prompt=IDS)
+        if key == name:
+            value = one
+        else:
+            beside = {**beside, key: one}
+    return value, {**BASE, **beside}

@@ -22,7 +22,7 @@ from everystep.api.subjects import OwnSubject
 from everystep.engine import Engine
 from everystep.engine.snapshot import fingerprint
 from everystep.errors import EverystepError
-from everystep.requests.absent import ARGUMENTS
+from everystep.requests.absent import ARGUMENTS, SPEECH_LATER
 from everystep.requests.door import KEYWORDS
 from everystep.testing.models import tiny_llama
 from tests.cli.conftest import call, stage  # noqa: F401  (fixtures)
@@ -30,18 +30,17 @@ from tests.cli.fakes import Stage
 from tests.cli.running import Caller
 from tests.switching.arguments import (
     ASKED,
+    BASE,
     IDS,
     IN_PROMPTS,
     OF_TEXTS,
     PROMPT,
     REFUSED,
-    TOKENIZER,
     WITHOUT_EFFECT,
+    Given,
     Recorder,
+    resolved,
 )
-
-Given = dict[str, Any]
-BASE: Given = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
 
 
 @pytest.fixture(scope="module")
@@ -122,30 +121,6 @@ def plain(value: Any) -> Any:
     return value
 
 
-# --- values that depend on the model --------------------------------------------------------------
-
-
-def resolved(model: LanguageModel, name: str) -> tuple[Any, Given]:
-    """The value that is given, and what stands beside it."""
-    value, beside = ASKED[name]
-    new = model.generate(PROMPT, **BASE)[0, 3:].tolist()
-    for key, one in {name: value, **beside}.items():
-        if isinstance(one, str) and one in ("first", "second", "text"):
-            one = {"first": new[0], "second": new[1], "text": TOKENIZER.decode(new[:2])}[one]
-            one = [[one]] if key == "bad_words_ids" else [one] if "suppress" in key else one
-        if isinstance(one, Recorder):
-            one.seen.clear()
-        if one is es.DynamicCache:
-            one = es.DynamicCache()
-        if one is es.Prefix:
-            one = es.prefill(model, prompt=IDS)
-        if key == name:
-            value = one
-        else:
-            beside = {**beside, key: one}
-    return value, {**BASE, **beside}
-
-
 # --- the test -------------------------------------------------------------------------------------
 
 
@@ -157,8 +132,8 @@ def test_an_argument_is_honoured_or_refused(model: LanguageModel, face: str, nam
     given = {**beside, name: value}
     if name == "inputs_embeds":
         given["input_ids"] = None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
         if face in REFUSED.get(name, ()):
             taken = {key: one for key, one in given.items() if face not in REFUSED.get(key, ())}
             with pytest.raises(EverystepError) as caught:
@@ -167,12 +142,15 @@ def test_an_argument_is_honoured_or_refused(model: LanguageModel, face: str, nam
             assert name in text and text.endswith(".") and ". " in text
             return
         result, asked = seen(model, face, given)
+        told = [str(one.message) for one in heard]
         before, asked_before = seen(model, face, {**beside})
     if isinstance(value, Recorder):
         assert value.seen[0] == PROMPT.tolist() and value.seen[-1] == "end"
         return
-    if name in WITHOUT_EFFECT or (face, name) in WITHOUT_EFFECT:
+    why = WITHOUT_EFFECT.get(name) or WITHOUT_EFFECT.get((face, name))
+    if why is not None:
         assert result == before
+        assert any(name in one for one in told) == why.endswith("a warning says so")
     elif result == before:  # then the engine was asked for something else, and not by chance
         assert asked != asked_before == seen(model, face, {**resolved(model, name)[1]})[1]
 
@@ -206,8 +184,10 @@ def test_the_table_holds_every_argument_of_ours() -> None:
 def test_and_every_argument_of_the_reference() -> None:
     config = transformers.GenerationConfig().to_dict()
     named = inspect.signature(transformers.GenerationMixin.generate).parameters
-    theirs = {*config, *named} - {"self", "inputs", "kwargs", "transformers_version"}
-    assert {name for name in theirs - {*ASKED} if not name.startswith("_")} == set()
+    heard = inspect.signature(transformers.WhisperForConditionalGeneration.generate).parameters
+    theirs = {*config, *named, *heard} - {"self", "inputs", "kwargs", "transformers_version"}
+    known = {*ASKED, *SPEECH_LATER}
+    assert {name for name in theirs - known if not name.startswith("_")} == set()
 
 
 def test_the_exceptions_are_arguments() -> None:
@@ -231,6 +211,8 @@ LINE: dict[str, tuple[list[str], Any]] = {
     "num_return_sequences": (["--num-return-sequences", "2", "--do-sample"], 2),
     "best_of": (["--best-of", "2"], 2),
     "assistant_early_exit": (["--assistant-early-exit", "1"], 1),
+    "penalty_alpha": (["--penalty-alpha", "0.6"], 0.6),
+    "guidance_scale": (["--guidance-scale", "2"], 2.0),
     "repetition_penalty": (["--repetition-penalty", "1.5"], 1.5),
     "stop_strings": (["--stop", "a", "--stop", "b"], ["a", "b"]),
     "regex": (["--regex", "a+"], "a+"),

@@ -6,17 +6,17 @@ import inspect
 import re
 import types
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
-from transformers import generation
+from transformers import cache_utils, generation
 
 import everystep as es
 from everystep.errors import AbsentNameError, EverystepError
-from everystep.requests.absent import ABSENT, REFUSED_FIELDS
+from everystep.requests.absent import ABSENT, ARGUMENTS, REFUSED_FIELDS, SPEECH_LATER
+from tests.switching.guide import refused
 
-GUIDE = Path(__file__).parents[2] / "docs/guide/switching.md"
 HOMES = ("transformers.generation", "transformers.cache_utils")
 # What else a script that generates takes from there.
 FURTHER = {
@@ -52,7 +52,12 @@ FURTHER = {
 
 
 def exported() -> Iterator[str]:
-    """What transformers' top level has of generation and caches, and what `generation` has."""
+    """What transformers' top level has of generation and caches, what `generation` has, and the
+    classes of caches and their layers."""
+    for name in dir(cache_utils):
+        one = getattr(cache_utils, name)
+        if inspect.isclass(one) and one.__module__ == cache_utils.__name__:
+            yield name
     for name in dir(transformers):
         if (getattr(getattr(transformers, name, None), "__module__", None) or "").startswith(HOMES):
             yield name
@@ -70,11 +75,43 @@ def test_every_name_is_here_or_absent_for_a_reason() -> None:
     assert EXPORTED - set(es.__all__) == set(ABSENT)
 
 
-def test_the_guide_lists_what_is_refused_and_why() -> None:
-    text = GUIDE.read_text().partition("## Refused, and why")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (`.+?`) \| (.+) \|$", text, re.MULTILINE)
-    listed = {name: why for names, why in rows for name in re.findall("`(.+?)`", names)}
-    assert listed == {name: why for name, (why, _) in {**ABSENT, **REFUSED_FIELDS}.items()}
+TABLES = {
+    "Names": ABSENT,
+    "Arguments": {**ARGUMENTS, **SPEECH_LATER},
+    "Fields": REFUSED_FIELDS,
+}
+
+
+@pytest.mark.parametrize("title", TABLES)
+def test_the_guide_lists_what_is_refused_and_why(title: str) -> None:
+    listed = {
+        name: rest for names, *rest in refused(title) for name in re.findall("`(.+?)`", names)
+    }
+    assert listed == {name: [*why] for name, why in TABLES[title].items()}
+
+
+def test_the_guide_lists_the_members_that_classes_lack() -> None:
+    """Of the highest class that lacks one."""
+    pairs = {name: (there_of(name), getattr(es, name)) for name in SHARED}
+    pairs = {name: pair for name, pair in pairs.items() if all(map(inspect.isclass, pair))}
+    pairs["LanguageModel"] = (transformers.GenerationMixin, es.LanguageModel)
+    lacked = {name: public(theirs) - public(own) for name, (theirs, own) in pairs.items()}
+    wanted = set()
+    for name, (theirs, _) in pairs.items():
+        above = {one for one, (other, _) in pairs.items() if other in theirs.__mro__[1:]}
+        wanted |= {(name, one) for one in lacked[name] - {m for one in above for m in lacked[one]}}
+    listed = [
+        (name, member)
+        for names, members, _ in refused("Members")
+        for name in re.findall("`(.+?)`", names)
+        for member in re.findall("`(.+?)`", members)
+        if name != "GenerationMixin"
+    ]
+    assert len(listed) == len({*listed}) and {*listed} == wanted
+
+
+def public(kind: type) -> set[str]:
+    return {name for name in dir(kind) if name[0] != "_"}
 
 
 @pytest.mark.parametrize("name", sorted(ABSENT))
@@ -107,9 +144,26 @@ def test_an_unknown_name_is_no_attribute() -> None:
 
 @pytest.mark.parametrize("name", SHARED)
 def test_arguments_have_the_references_names_and_order(name: str) -> None:
-    there = getattr(generation, name, None) or getattr(transformers, name)
-    own = parameters(getattr(es, name))
-    assert own[: len(parameters(there))] == parameters(there)
+    own, there = parameters(getattr(es, name)), parameters(there_of(name))
+    assert own[: len(there)] == there
+
+
+def there_of(name: str) -> Any:
+    """What transformers has under the name."""
+    return next(
+        getattr(home, name)
+        for home in (generation, transformers, cache_utils)
+        if hasattr(home, name)
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in SHARED if inspect.isclass(there_of(name))])
+def test_methods_have_the_references_parameters(name: str) -> None:
+    there, own = there_of(name), getattr(es, name)
+    for method in sorted(public(there) & public(own)):
+        theirs, mine = getattr(there, method), getattr(own, method)
+        if inspect.isroutine(theirs) and method in vars(there) and callable(mine):
+            assert {*parameters(theirs)} <= {*parameters(mine)}, method
 
 
 def parameters(value: object) -> list[str]:

@@ -16,6 +16,7 @@ from everystep.executors.positions import require_positions
 from everystep.models import Model
 from everystep.nn.network import Heard, Placed, holds_states
 from everystep.outputs import CausalLMOutput, encoder_states, loss_of
+from everystep.requests.absent import ARGUMENTS, refuse_argument
 from everystep.requests.arrays import read_ids, read_mask, require_known
 from everystep.requests.caches import require_cache, require_room
 from everystep.requests.pictures import (
@@ -218,7 +219,10 @@ def see_pictures(
     UnknownArgumentError for other names, RequestError for what does not fit.
     """
     names, seen = picture_names(model), SeenInputs(input_ids, position_ids, inputs_embeds)
-    if unknown := [name for name in given if name not in names]:
+    unknown = [name for name in given if name not in names]
+    for name in ARGUMENTS.keys() & unknown:
+        refuse_argument(name, given[name])
+    if unknown := [name for name in unknown if name not in ARGUMENTS]:
         near = nearest(unknown[0], names)
         do = f"Perhaps you meant {near}" if near else "See help(model)"
         raise UnknownArgumentError(f"a forward of this model knows no {unknown[0]!r}", do=do)

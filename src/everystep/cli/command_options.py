@@ -83,6 +83,9 @@ OPTIONS = {
     "force_words": Option(_LENGTH, "TEXT", "force_words_ids", repeats=True),
     "best_of": Option(_LENGTH, "N"),
     "num_return_sequences": Option(_LENGTH, "N"),
+    "penalty_alpha": Option(_LENGTH, "A"),
+    "guidance_scale": Option(_LENGTH, "S"),
+    "negative_prompt": Option(_LENGTH, "TEXT"),
     "repetition_penalty": Option(_LENGTH, "R"),
     "stop": Option(_LENGTH, "TEXT", "stop_strings", repeats=True),
     "assistant": Option(_DRAFTING, "MODEL", "assistant_model"),
@@ -191,6 +194,8 @@ def judged(given: Mapping[str, Any]) -> dict[str, Any]:
     with another, or without effect.
     """
     shaping = [name for name in _SHAPING if given.get(name) is not None]
+    if given.get("penalty_alpha") and "top_k" in shaping:
+        shaping.remove("top_k")  # then it says how many candidates are compared
     whole = dict(given)
     if shaping and whole.get("do_sample") is None:
         whole["do_sample"] = whole.get("temperature") != 0

@@ -60,6 +60,10 @@ class Effective(Mapping[str, Any]):
         """Return who gave the field its value."""
         return self.sources[name]
 
+    def noting(self, *notices: str) -> Effective:
+        """Return the same with these warnings for the caller too."""
+        return replace(self, notices=(*self.notices, *notices)) if notices else self
+
     def replaced(self, source: Source, **values: Any) -> Effective:
         """Return the same with other values, such as those that depend on the prompt."""
         for name in values:

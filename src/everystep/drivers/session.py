@@ -30,9 +30,15 @@ from everystep.requests.inputs import Inputs
 from everystep.requests.options import NO_RECORDING, Options, read_seeds
 from everystep.requests.pictures import Seen
 from everystep.requests.prepare import Call, prepare, require_unfilled
-from everystep.requests.prompts import PromptLike, TokenizerLike, messages_of, read_prompt
+from everystep.requests.prompts import (
+    PromptLike,
+    TokenizerLike,
+    messages_of,
+    read_negative,
+    read_prompt,
+)
 from everystep.requests.reading import read_options, require_output_object
-from everystep.requests.rectangles import read_inputs
+from everystep.requests.rectangles import read_inputs, require_guided, with_negative
 from everystep.requests.strategies import strategy_of
 from everystep.requests.subject import Subject
 from everystep.stops.ends import moment
@@ -44,6 +50,14 @@ OptionsLike = Mapping[str, object] | GenerationConfig
 _ROWS = 32
 _INSIDE = _ROWS + 8  # prompts in an engine: the fewer wait there, the sooner come other threads'
 _TOKEN_BUDGET = 1024
+_NOTHING_TO_TRIM = (
+    "trim_stop_strings has no effect without stop_strings. Set stop_strings, or leave "
+    "trim_stop_strings out."
+)
+_NO_TEMPLATE = (
+    "add_generation_prompt has no effect on a prompt that is no conversation. Pass messages, or "
+    "leave add_generation_prompt out."
+)
 KEPT = 4096
 """Positions that the rows of prompts that have ended may hold, for others to go on from."""
 
@@ -141,6 +155,10 @@ class Session:
         seed, beside = options.seed, asked.beside
         if seed is None and beside is NOTHING_BESIDE:
             return options
+        if beside.negative_prompt is not None:
+            require_guided("negative_prompt", options.effective.guidance_scale)
+        if beside.trim_stop_strings and options.effective.stop_strings is None:
+            options = replace(options, effective=options.effective.noting(_NOTHING_TO_TRIM))
         deadline = None
         if beside.timeout is not None:
             if self._gives_steps:
@@ -153,6 +171,7 @@ class Session:
             deadline=deadline,
             starts_answer=beside.add_generation_prompt is not False,
             trims=bool(beside.trim_stop_strings) and self.tokenizer is not None,
+            negative_prompt=beside.negative_prompt,
         )
 
     def _read_alike(self, prompts: Iterable[PromptLike]) -> None:
@@ -227,7 +246,18 @@ class Session:
 
     def _passed(self, prompt: PromptLike, options: Options) -> PromptValues:
         begins, prefix = options.starts_answer, options.prefix
-        return read_prompt(self._model, self.tokenizer, prompt, starts_answer=begins, prefix=prefix)
+        if not begins and messages_of(prompt) is None:
+            warnings.warn(_NO_TEMPLATE, stacklevel=4)
+        own = self._model, self.tokenizer
+        passed = read_prompt(*own, prompt, starts_answer=begins, prefix=prefix)
+        if options.negative_prompt is None:
+            return passed
+        away = read_negative(*own, options.negative_prompt, starts_answer=begins)
+        return replace(
+            passed,
+            negative_prompt_ids=away.input_ids,
+            negative_prompt_attention_mask=away.attention_mask,
+        )
 
     def prepared(self, passed: PromptValues, index: int) -> Call:
         """Return the call of one prompt, read already, that has this number, with everything but
@@ -240,6 +270,9 @@ class Session:
     def _call(self, passed: PromptValues, options: Options, number: int) -> Call:
         read = read_inputs(self._model, passed, options.ends, options.prefix)
         inputs: Inputs = replace(read, number=number)
+        if passed.negative_prompt_ids is not None:
+            scale = options.effective.guidance_scale
+            inputs = with_negative(self._model, passed, inputs, options.ends, scale)
         _require_one(inputs)
         before = 0 if options.prefix is None else len(options.prefix)
         require_unfilled(before + inputs.prompt_width, self._model.context)

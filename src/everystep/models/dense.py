@@ -235,6 +235,8 @@ def _encoded(
         hidden = _hidden(network, ids, inputs_embeds, source=True)
     require_within(hidden.shape[1], network.most_source_positions, "the encoder")
     seen = _seen(hidden.shape[:2], attention_mask, hidden.device)
+    if seen is not None:  # a row of padding alone would divide by zero: it is read whole
+        seen = seen | ~seen.any(dim=1, keepdim=True)
     states = network.encode(hidden, seen) if encoder_states is None else hidden
     # (L, 2, K, B * S, D) -> (L, 2, B, K, S, D)
     both = network.across(states.flatten(0, 1)).unflatten(3, states.shape[:2]).transpose(2, 3)  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
-    """R feeds of `lengths` (R,) positions, T at most.
+    """R feeds of `lengths` (R,) positions, T at most and at least 1.
 
     `places`: where the N packed positions stand among R * T, None if they are the same; `chosen`:
     which of the `total` packed positions count, None for all. `rows`, `steps` (M,): the states to
@@ -33,7 +33,7 @@ class Ragged:
     def of(counts: Sequence[int], kept: Sequence[Sequence[int]], device: torch.device) -> Ragged:
         """Describe feeds of so many positions, with states kept after so many of each."""
         lengths = np.array(counts, dtype=np.int64)
-        longest = int(lengths.max(initial=0))
+        longest = int(lengths.max(initial=1))  # at least one, of which a row of padding reads 0
         rows = np.repeat(np.arange(len(counts)), [len(one) for one in kept])
         steps = np.array([step for one in kept for step in one], dtype=np.int64)
         places = None

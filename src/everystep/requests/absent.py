@@ -33,13 +33,35 @@ _TOGETHER = {
         "Pass the trained model to SynthIDTextWatermarkDetector, or a WeightedMeanDetector, which "
         "needs no training",
     ),
-    "Fp8QuantizedLayer HQQQuantizedLayer QuantoQuantizedLayer": (
+    """
+    BaseQuantizedLayer Fp8QuantizedLayer HQQQuantizedLayer QuantizedLayer QuantoQuantizedLayer
+    """: (
         "quantised layers have codes of their own here and need no other library",
         "Use QuantizedCache, or set cache_implementation='quantized'",
     ),
     "DynamicIndexedLayer StaticIndexedLayer": (
         "no model of this version looks positions up by an index",
         "Use DynamicCache or StaticCache",
+    ),
+    """
+    LinearAttentionAndFullAttentionLayer LinearAttentionAndSlidingWindowAttentionLayer
+    LinearAttentionAndStaticFullAttentionLayer LinearAttentionAndStaticSlidingWindowAttentionLayer
+    LinearAttentionCacheLayerMixin LinearAttentionLayer
+    """: (
+        "states of recurrent layers are in the engine's rows, and not in cache objects",
+        "Call generate without past_key_values, with the whole prompt",
+    ),
+    "DynamicSlidingWindowLayer": (
+        "a DynamicCache makes the layers of windows itself",
+        "Make DynamicCache(config=model.config)",
+    ),
+    "DummyLayer KVSharingDict": (
+        "every layer of a cache keeps keys and values of its own",
+        "Use DynamicCache",
+    ),
+    "DFlashCache MtpCache": (
+        "no model of this version drafts by diffusion or has heads for several tokens",
+        "Pass assistant_model, or set prompt_lookup_num_tokens or assistant_early_exit",
     ),
     "AttentionInterface AttentionMaskInterface": (
         "attention is computed by the executors, and has no implementations to choose from",
@@ -149,16 +171,26 @@ OF_SPEECH = (
     "Call model.generate(input_features, ...) of a Whisper, or leave it out",
 )
 """The same of what only models that listen take."""
+_OF_MODEL = ("is not read: times follow from the model", "Leave it out")
 SPEECH_LATER = {
-    name: ("is not supported", do)
-    for name, do in (
-        ("return_token_timestamps", "Set return_timestamps=True for the times of segments"),
-        ("force_unique_generate_call", "Leave return_timestamps out for a single window"),
-        ("monitor_progress", "Pass a streamer"),
-        ("num_segment_frames", "A window has as many frames as the encoder reads: leave it out"),
-        ("time_precision", "Times follow from the model: leave it out"),
-        ("time_precision_features", "Times follow from the model: leave it out"),
-    )
+    "return_token_timestamps": (
+        _NOT_YET.format("times of tokens"),
+        "Set return_timestamps=True for the times of segments",
+    ),
+    "force_unique_generate_call": (
+        "is not read: how many windows there are follows from the sounds",
+        "Leave return_timestamps out for a single window",
+    ),
+    "monitor_progress": (
+        "is not read: whoever reads the tokens sees the progress",
+        "Pass a streamer",
+    ),
+    "num_segment_frames": (
+        "is not read: a window has as many frames as the encoder reads",
+        "Leave it out",
+    ),
+    "time_precision": _OF_MODEL,
+    "time_precision_features": _OF_MODEL,
 }
 """The same of what transformers' models that listen take."""
 REFUSED_FIELDS = {

@@ -76,7 +76,9 @@ def require_cache(cache: object, model: Subject) -> Cache:
     wanted = EncoderDecoderCache if model.is_encoder_decoder else Cache
     if not isinstance(cache, wanted):
         do = "Pass the cache of an earlier result, or convert tuples with from_legacy_cache"
-        _refuse("is not a cache of this library", wanted.__name__, type(cache).__name__, do)
+        home, name = type(cache).__module__.partition(".")[0], type(cache).__name__
+        got = name if home in ("builtins", "everystep") else f"{home}'s {name}"
+        _refuse("is not a cache of this library", wanted.__name__, got, do)
     if isinstance(cache, EncoderDecoderCache) and not model.is_encoder_decoder:
         do = "Pass its self_attention_cache"
         _refuse("is of a model with an encoder", "a plain cache", type(cache).__name__, do)

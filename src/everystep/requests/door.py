@@ -57,6 +57,7 @@ _WAITING = (
     "counts how long a prompt waits among others, and here none waits",
     "Set max_time, or call es.generate, es.stream or an AsyncEngine",
 )
+_AWAY = (_TENSORS, "Pass negative_prompt, or call model.generate")
 _EVENTS = (_TENSORS, "Read the events of es.stream, or call model.generate")
 
 
@@ -176,10 +177,12 @@ class PromptValues:
     encoder_outputs: object = _inner("object", "What an encoder made of the prompt, in its place.")
     past_key_values: object = _inner("object", "The cache that the call goes on from.")
     negative_prompt_ids: object = _of_rectangle(
-        "Numbers | None", "(B, T) with guidance_scale: the prompt that is guided away from."
+        "Numbers | None",
+        "(B, T) with guidance_scale: the prompt that is guided away from.",
+        elsewhere=_AWAY,
     )
     negative_prompt_attention_mask: object = _of_rectangle(
-        "Numbers | None", "(B, T) 1 for what is read of it."
+        "Numbers | None", "(B, T) 1 for what is read of it.", elsewhere=_AWAY
     )
     named: Mapping[str, object] = field(default_factory=dict)
 
@@ -234,6 +237,12 @@ class Beside:
         "Seconds after which a prompt ends, counted from the call, its waiting too.",
         calls=_TEXTS,
         elsewhere=_WAITING,
+    )
+    negative_prompt: object = keyword(
+        "str | Numbers | Mapping[str, object] | None",
+        "With guidance_scale: the prompt that is guided away from, as a text, messages or ids.",
+        calls=_TEXTS,
+        elsewhere=("belongs to calls about prompts", "Pass negative_prompt_ids"),
     )
     of_loop: Mapping[str, object] = field(default_factory=dict)
 

@@ -35,7 +35,8 @@ _OF_MODELS = (
 )
 _LOOKBEHIND = ("target_lookbehind", "assistant_lookbehind")
 _OF_DRAFTS = ("num_assistant_tokens_schedule", "draft_verification", "num_drafts")
-OF_DRAFTING = frozenset({*_OF_MODELS, *_OF_DRAFTS})
+_OF_COPIES = ("max_matching_ngram_size",)
+OF_DRAFTING = frozenset({*_OF_MODELS, *_OF_DRAFTS, *_OF_COPIES})
 """Fields that say how drafts are made."""
 
 
@@ -91,13 +92,17 @@ def draft_notices(effective: Effective, drafting: DraftSources) -> tuple[str, ..
     """Return what to tell a caller who sets how to draft where nothing does."""
     asked = effective.caller & OF_DRAFTING
     drafts = drafting.assistant is not None or effective[_EXIT] is not None
-    names = () if drafts else _OF_MODELS
-    if not drafts and effective[_LOOKUP] is None and drafting.corpus is None:
-        names = (*names, *_OF_DRAFTS)
+    copies = effective[_LOOKUP] is not None or drafting.corpus is not None
+    needed = (
+        (_OF_MODELS, drafts, "no model drafts", f"Pass {_MODEL}"),
+        (_OF_DRAFTS, drafts or copies, "no model drafts", f"Pass {_MODEL}"),
+        (_OF_COPIES, copies, "no drafts are copied", f"Set {_LOOKUP}"),
+    )
     notices = tuple(
-        f"{name} has no effect, as no model drafts. Pass assistant_model, or leave {name} out."
+        f"{name} has no effect, as {why}. {do}, or leave {name} out."
+        for names, met, why, do in needed
         for name in names
-        if name in asked
+        if name in asked and not met
     )
     if drafts and effective.draft_verification == "rejection" and not effective.do_sample:
         notices = (

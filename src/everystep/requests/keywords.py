@@ -100,6 +100,8 @@ class PlainTextOptions(ObjectOptions, total=False):
     """Only prompts of the same salt share what the cache holds of their beginnings."""
     timeout: float | None
     """Seconds after which a prompt ends, counted from the call, its waiting too."""
+    negative_prompt: str | Numbers | Mapping[str, object] | None
+    """With guidance_scale: the prompt that is guided away from, as a text, messages or ids."""
 
 
 class TextOptions(PlainTextOptions, ResultOptions, total=False):

@@ -171,7 +171,7 @@ class Options:
     one share no rows with these. `adapter_names`: one for all rows or one each, None for what is
     active. `deadline`: the moment from which on it takes no step. `starts_answer`: whether a chat
     template begins the answer to the messages; `trims`: whether texts lose the stop string that
-    ended them.
+    ended them. `negative_prompt`: what guidance leads away from, as a call about prompts passed it.
     """
 
     effective: Effective
@@ -188,6 +188,7 @@ class Options:
     deadline: float | None = None
     starts_answer: bool = True
     trims: bool = False
+    negative_prompt: object = None
 
 
 def draws_of(seed: object, first: int, rows: int) -> tuple[Draws, ...]:

@@ -59,6 +59,10 @@ from everystep.types.request import Drafter, Stop, Strategy
 
 Runs = Literal["continuous", "lockstep", "loop"]
 DEFAULT_NEW = 20
+_NOT_FIRST = (
+    "forced_bos_token_id has no effect after a prompt of several ids: it is the id after a single "
+    "one. Pass the id at the end of the prompt, or leave forced_bos_token_id out."
+)
 _OF_ROWS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
 
 
@@ -317,17 +321,16 @@ def _settled(
     if "min_length" in e.caller or "min_new_tokens" in e.caller:
         _check_least(e, by, inputs.counted_width, new)
     positions = inputs.total_width + new - 1  # the last token is not fed
-    notices: tuple[str, ...] = ()
     if context is not None and by in e.caller and positions > context:
-        notices = (
+        e = e.noting(
             f"{by}={e[by]} leads beyond what the model was made for; wanted at most {context} "
             f"positions; got {inputs.total_width} of the prompt and up to {new} new ones. "
-            f"Lower {by}, or expect the text to get worse there.",
+            f"Lower {by}, or expect the text to get worse there."
         )
     if not inputs.width and inputs.source is None:
-        notices += unseen_prompt(e)
-    if notices:
-        e = replace(e, notices=(*e.notices, *notices))
+        e = e.noting(*unseen_prompt(e))
+    if inputs.width > 1 and "forced_bos_token_id" in e.caller:
+        e = e.noting(_NOT_FIRST)
     e = e.replaced(e.sources[by], max_length=inputs.counted_width + new)
     if e.pad_token_id is None and pad is not None:
         e = e.replaced(e.source("eos_token_id"), pad_token_id=pad)

@@ -112,6 +112,22 @@ def read_prompt(
     return _with_mask(PromptValues.of(values), source)
 
 
+def read_negative(
+    model: Subject, tokenizer: TokenizerLike | None, prompt: object, *, starts_answer: bool
+) -> PromptValues:
+    """Return what `model.generate` would be given for a prompt that is guided away from."""
+    read = read_prompt(model, tokenizer, prompt, starts_answer=starts_answer)
+    other = [name for name in read.passed() if name not in ("input_ids", "attention_mask")]
+    if read.input_ids is None or other:
+        raise RequestError(
+            "negative_prompt is read as ids alone",
+            wanted="a text, messages, or ids",
+            got=", ".join(other) or "no ids",
+            do="Describe in words what to lead away from",
+        )
+    return read
+
+
 def _with_mask(row: PromptValues, source: str | None) -> PromptValues:
     """Return one row, all of which is read where nothing says otherwise."""
     if row.attention_mask is not None or source is not None:

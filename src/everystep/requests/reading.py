@@ -39,6 +39,10 @@ _BEYOND = (
     "pad_token_id={} is beyond the vocabulary of {}: it fills up what is returned, and no prompt "
     "can hold it. Set it to an id of the vocabulary."
 )
+_NO_DECODER = (
+    "decoder_start_token_id has no effect, as the model has no encoder: its decoder goes on from "
+    "the prompt. Begin the prompt with the id, or leave decoder_start_token_id out."
+)
 _READ_IDS = ("repetition_penalty", "no_repeat_ngram_size")
 
 
@@ -56,16 +60,18 @@ def read_options(
     fields = merge_configs(given.fields, passed, own, chat, chosen=chosen)
     if not fields.caller.isdisjoint(REFUSED_FIELDS):
         refuse_fields(fields)
-    ends, drafting, notices = _special_ids(fields, size), NO_DRAFTING, fields.notices
+    ends, drafting = _special_ids(fields, size), NO_DRAFTING
     if (fields.pad_token_id or 0) >= size and "pad_token_id" in fields.caller:
-        notices = (*notices, _BEYOND.format(fields.pad_token_id, size))
+        fields = fields.noting(_BEYOND.format(fields.pad_token_id, size))
+    if "decoder_start_token_id" in fields.caller and not subject.is_encoder_decoder:
+        fields = fields.noting(_NO_DECODER)
     if objects is not NO_OBJECTS:
         helper, helps = objects.assistant_model, objects.assistant_tokenizer
         drafting = read_sources(helper, helps, objects.draft_corpus)
     if not fields.caller.isdisjoint(OF_DRAFTING):
-        notices = (*notices, *draft_notices(fields, drafting))
+        fields = fields.noting(*draft_notices(fields, drafting))
     options = Options(
-        fields if notices is fields.notices else replace(fields, notices=notices),
+        fields,
         ends,
         drafting=drafting,
         tokenizer=None if tokenizer is None else require("tokenizer", tokenizer, "decode"),

@@ -159,6 +159,6 @@ def _guided_away(inputs: Inputs, row: int, vocabulary: int) -> tuple[Prompt, ...
             "guidance_scale needs something to guide away from",
             wanted="negative_prompt_ids, or a prompt given as ids",
             got="inputs_embeds only" if ids is None else f"a prompt that ends with id {ids[-1]}",
-            do="Pass negative_prompt_ids",
+            do="Pass negative_prompt_ids to model.generate, or negative_prompt to another call",
         )
     return (Prompt(ids=ids[-1:]),)

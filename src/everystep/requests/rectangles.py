@@ -209,6 +209,13 @@ def read_inputs(
     return _read_rectangle(subject, given, ends, held=held)
 
 
+def require_guided(name: str, scale: float | None) -> None:
+    """Refuse a prompt to be guided away from, by this name, where nothing guides."""
+    if scale in (None, 1):
+        what, do = f"{name} has no effect without guidance_scale", "Set guidance_scale, or leave"
+        raise RequestError(what, wanted="guidance_scale > 1", got=scale, do=f"{do} {name} out")
+
+
 def with_negative(
     subject: Subject, given: PromptValues, inputs: Inputs, ends: Ends, scale: float | None
 ) -> Inputs:
@@ -217,10 +224,7 @@ def with_negative(
     if ids is None:
         what = "negative_prompt_attention_mask was given without negative_prompt_ids"
         raise RequestError(what, do="Pass both or neither")
-    if scale in (None, 1):
-        what = "negative_prompt_ids has no effect without guidance_scale"
-        do = "Set guidance_scale, or leave negative_prompt_ids out"
-        raise RequestError(what, wanted="guidance_scale > 1", got=scale, do=do)
+    require_guided("negative_prompt_ids", scale)
     passed = PromptValues(input_ids=ids, attention_mask=mask)
     negative = _read_rectangle(subject, passed, ends, "negative_prompt_ids")
     _require_rows("negative_prompt_ids", negative.batch, inputs.batch)

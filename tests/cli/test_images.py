@@ -45,7 +45,10 @@ def test_the_answer_is_the_one_of_python(
 def test_what_is_wrong_is_said(call: Caller, folder: Path, tmp_path: Path) -> None:
     for given, said in (
         (("--image", "nowhere.png"), "no picture 'nowhere.png'"),
-        (("--image", str(folder / "a.png"), "--resume", "run"), "has its prompt; got PROMPT, --image"),
+        (
+            ("--image", str(folder / "a.png"), "--resume", "run"),
+            "has its prompt; got PROMPT, --image",
+        ),
     ):
         outcome = call("generate", QUESTION, "-m", "nowhere", *given)
         assert outcome.code == 2 and said in outcome.err

@@ -260,7 +260,7 @@ def _without_pictures(message: Any) -> Any:
         else part
         for part in content
     ]
-    return {**message, "content": parts}
+    return {**message, "content": tuple(parts) if isinstance(content, tuple) else parts}
 
 
 def _filled(

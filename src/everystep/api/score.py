@@ -118,7 +118,7 @@ class _Window:
 
 
 @overload
-def score(
+def score(  # type: ignore[overload-overlap]  # a text is a series of texts
     model: LanguageModel | nn.Module,
     tokenizer: TokenizerLike | None,
     texts: str | Sequence[int],
@@ -136,21 +136,6 @@ def score(
 def score(
     model: LanguageModel | nn.Module,
     tokenizer: TokenizerLike | None,
-    texts: list[str] | tuple[str, ...] | Sequence[Sequence[int]],
-    *,
-    after: PromptLike | Sequence[PromptLike] | None = None,
-    best: int = 0,
-    window: int | None = None,
-    stride: int | None = None,
-    adapter_names: str | None = None,
-    progress: bool = False,
-) -> list[Score]: ...
-
-
-@overload
-def score(
-    model: LanguageModel | nn.Module,
-    tokenizer: TokenizerLike | None,
     texts: Iterable[str | Sequence[int]],
     *,
     after: PromptLike | Sequence[PromptLike] | None = None,
@@ -159,7 +144,7 @@ def score(
     stride: int | None = None,
     adapter_names: str | None = None,
     progress: bool = False,
-) -> Any: ...
+) -> list[Score]: ...
 
 
 def score(

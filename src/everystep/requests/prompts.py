@@ -16,13 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.errors import (
-    RequestError,
-    TokenizerError,
-    UnknownArgumentError,
-    UnsupportedError,
-    nearest,
-)
+from everystep.errors import RequestError, TokenizerError, UnknownArgumentError, nearest
 from everystep.images.tokenizer import PictureTokenizer, has_pictures
 from everystep.requests.absent import ARGUMENTS, refuse_argument
 from everystep.requests.arrays import as_numbers
@@ -31,6 +25,7 @@ from everystep.requests.options import Prefix
 from everystep.requests.pictures import prompt_names
 from everystep.requests.prefixes import rest_of
 from everystep.requests.subject import Subject
+from everystep.text.message_parts import refuse_unread_parts
 
 
 class Tokenizing(Protocol):
@@ -54,22 +49,7 @@ PromptLike = str | Sequence[int] | Messages | Tensor | np.ndarray | Mapping[str,
 
 _SAID = ("text", "messages")
 """Keys of a prompt that is a mapping, for what its tokenizer reads."""
-_UNREAD_PARTS = {
-    **dict.fromkeys(
-        ("audio", "audio_url", "input_audio"),
-        ("sounds", "Let a Whisper write the sound down (model.generate), and pass the text"),
-    ),
-    "video_url": ("videos at addresses", "Pass {'type': 'video', 'video': [its frames]}"),
-    "file": ("files", "Pass the text that is in it"),
-}
-"""Types of parts that others' interfaces have -> what they would be, and what to pass instead."""
-_SOURCES = {
-    "input_features": (
-        "sounds",
-        "Make features of samples with es.WhisperFeatureExtractor; es.read_sound reads a file",
-    ),
-}
-"""What encoders read, where that is not ids -> its name, and where it comes from."""
+_FEATURES = "Make features of samples with es.WhisperFeatureExtractor; es.read_sound reads a file"
 _ONE_ROW = "Pass each prompt by itself in a list: texts, messages, or lists of ids"
 
 
@@ -121,7 +101,7 @@ def read_prompt(
     begun = None if messages is None else model.chat_defaults.begun(messages)
     if not isinstance(prompt, Mapping) or "role" in prompt:
         if source is not None:
-            raise _other_kind(source, _kind(prompt))
+            raise _other_kind(source, type(prompt).__name__)
         values = _read_text(tokenizer, begun or prompt, starts_answer, prefix)
         return _with_mask(PromptValues.of(values), source)
     _require_known(prompt, (*IN_PROMPTS, *model.inputs, *prompt_names(model)))
@@ -146,45 +126,32 @@ def _with_mask(row: PromptValues, source: str | None) -> PromptValues:
 def _require_known(prompt: Mapping[str, object], known: Sequence[str]) -> None:
     """Refuse a key that no prompt of the model has."""
     for name in prompt:
-        if name not in known:
-            if name in ARGUMENTS:
-                refuse_argument(name, prompt[name])
-                continue
+        if name in ARGUMENTS and name not in known:
+            refuse_argument(name, prompt[name])
+        elif name not in known:
             near = nearest(str(name), known)
             do = f"Perhaps you meant {near}" if near else f"Keys are {', '.join(known)}"
             raise UnknownArgumentError(f"a prompt has no {name!r}", do=do)
 
 
 def _require_content(prompt: Mapping[str, object], source: str | None) -> None:
-    """Refuse a mapping without exactly one content, and one that the model's encoder cannot
-    read."""
+    """Refuse a mapping without exactly one content, or with one that no encoder here reads."""
     contents = (*CONTENTS, *([] if source is None else [source]))
     passed = {name for name in contents if prompt.get(name) is not None}
+    got = ", ".join(sorted(passed)) or "none of them"
     if source is not None and passed != {source}:
-        raise _other_kind(source, ", ".join(sorted(passed)) or "none of them")
+        raise _other_kind(source, got)
     if len(passed) != 1 and passed != {"input_ids", "inputs_embeds"}:
-        raise RequestError(
-            "a prompt needs exactly one content",
-            wanted="text, messages, input_ids, inputs_embeds, or both of the latter",
-            got=", ".join(sorted(passed)) or "none of them",
-        )
+        wanted = "text, messages, input_ids, inputs_embeds, or both of the latter"
+        raise RequestError("a prompt needs exactly one content", wanted=wanted, got=got)
 
 
 def _other_kind(source: str, got: str) -> RequestError:
     """Return the error of a prompt that the model's encoder cannot read."""
-    noun, do = _SOURCES.get(source, (source, "Make it as the model's own processor does"))
-    wanted = f"a prompt {{{source!r}: ...}}"
-    return RequestError(f"this model reads {noun}, and no text", wanted=wanted, got=got, do=do)
-
-
-def _kind(prompt: object) -> str:
-    """Return the words for a prompt that is no mapping of a row's inputs."""
-    if isinstance(prompt, str):
-        return "a text"
-    if isinstance(prompt, Mapping) or is_messages(prompt):
-        return "messages"
-    whole = isinstance(prompt, Tensor | np.ndarray)
-    return f"{prompt.dtype} {tuple(prompt.shape)}" if whole else "a list"  # type: ignore[union-attr]
+    listens, wanted = source == "input_features", f"a prompt {{{source!r}: ...}}"
+    do = _FEATURES if listens else "Make it as the model's own processor does"
+    what = f"this model reads {'sounds' if listens else source}, and no text"
+    return RequestError(what, wanted=wanted, got=got, do=do)
 
 
 def _row(model: Subject, name: str, value: object) -> object:
@@ -223,7 +190,7 @@ def _read_text(
 ) -> dict[str, object]:
     """Return the ids of a text, of messages or of ids, (1, n), and the pictures of messages."""
     if is_messages(prompt):
-        _refuse_unread_parts(prompt)
+        refuse_unread_parts(prompt)
     if not is_messages(prompt) or not has_pictures(prompt):
         return {"input_ids": _ids(tokenizer, prompt, starts_answer, prefix)[None]}
     if not isinstance(tokenizer, PictureTokenizer) or prefix is not None:
@@ -237,17 +204,6 @@ def _read_text(
         list(prompt), add_generation_prompt=starts_answer, return_tensors="pt"
     )
     return dict(encoding)
-
-
-def _refuse_unread_parts(messages: Messages) -> None:
-    """Refuse parts of messages that chat templates would leave out without a word."""
-    contents = (turn.get("content") for turn in messages if isinstance(turn, Mapping))
-    for part in (part for parts in contents if isinstance(parts, list | tuple) for part in parts):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if isinstance(kind, str) and kind in _UNREAD_PARTS:
-            what, do = _UNREAD_PARTS[kind]
-            got = f"a part of the type {kind}"
-            raise UnsupportedError(f"messages hold no {what}", got=got, do=do)
 
 
 def _ids(

@@ -37,7 +37,7 @@ _SHOWN = 12  # ids
 
 @dataclass(frozen=True)
 class TextRules:
-    """How a text is changed and cut before its pieces are found, and how pieces become a text."""
+    """The ways in which a text is changed and cut into pieces, and pieces become a text again."""
 
     normalizer: Normalizer | None
     pre_tokenizer: PreTokenizer | None

@@ -13,7 +13,7 @@ import torch
 import everystep as es
 from everystep.config import FIELDS, GenerationConfig, chat_defaults, merge_configs
 from everystep.config.chat_defaults import ChatDefaults, chat_defaults_of
-from everystep.errors import RequestError, UnknownArgumentError
+from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError
 from everystep.files.sources import DEFAULT_MODEL
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
@@ -170,11 +170,31 @@ def test_a_saved_run_samples_on_whatever_the_defaults_are_now(tmp_path: Path) ->
     assert changed.result().text == greedy
 
 
+def asked_of(part: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}]
+
+
 def test_a_picture_by_its_address_is_not_fetched() -> None:
     part = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
-    said = [{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}]
     with pytest.raises(RequestError, match="pictures are not fetched"):
-        es.generate(MODEL, TOKENIZER, said)
+        es.generate(MODEL, TOKENIZER, asked_of(part))
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    with pytest.raises(RequestError, match="need a tokenizer that takes them"):
+        es.generate(MODEL, TOKENIZER, asked_of(part))
+
+
+@pytest.mark.parametrize(
+    ("part", "what"),
+    [
+        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "no sounds.*Whisp"),
+        ({"type": "audio", "audio": [0.0]}, "no sounds"),
+        ({"type": "video_url", "video_url": {"url": "data:"}}, "no videos at addresses.*frames"),
+        ({"type": "file", "file": {"file_id": "a"}}, "no files"),
+    ],
+)
+def test_parts_that_no_template_prints_are_refused(part: dict[str, object], what: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"messages hold {what}"):
+        es.chat(MODEL, TOKENIZER, asked_of(part))
 
 
 def test_a_chat_goes_no_further_than_the_context() -> None:

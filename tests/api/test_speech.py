@@ -12,6 +12,7 @@ from torch import Tensor
 import everystep as es
 from everystep.errors import EverystepError, RequestError, UnsupportedError
 from everystep.speech.segments import segments_of
+from everystep.testing.models import tiny_llama
 from everystep.text.languages import LANGUAGES
 from tests.models.tiny import ours, reference_pair, sounds
 
@@ -235,7 +236,13 @@ def test_every_face_reads_sounds(tmp_path: Any) -> None:
 
 
 WRONG_PROMPTS: dict[str, tuple[Any, str]] = {
-    "ids": ([1, 2, 3], "wanted a mapping with input_features"),
+    "ids": ([1, 2, 3], r"reads sounds.*wanted a prompt \{'input_features': .*got list"),
+    "a text": ("Hello", "this model reads sounds, and no text.*got str.*WhisperFeatureExtract"),
+    "messages": ([{"role": "user", "content": "Hello"}], "got list.*es.read_sound"),
+    "samples": (torch.zeros(160), "got Tensor"),
+    "a text in a mapping": ({"text": "Hello"}, "reads sounds, and no text.*got text"),
+    "nothing": ({"input_features": None}, "reads sounds.*got none of them"),
+    "both": ({"input_features": torch.randn(5, 32), "text": "a"}, "got input_features, text"),
     "too few frames": ({"input_features": torch.randn(CHANNELS, 9)}, "does not fit the model"),
     "no tensor": ({"input_features": [1.0]}, "does not fit the model"),
 }
@@ -248,3 +255,18 @@ def test_prompts_that_are_no_sounds(name: str) -> None:
         es.generate(pair()[1], None, [prompt], max_new_tokens=3)
     with pytest.raises(UnsupportedError, match=r"Call model\.generate"):
         es.generate(pair()[1], None, [{"input_features": heard(SPAN)}], language="en")
+
+
+def test_sounds_for_a_model_that_reads_text_are_refused() -> None:
+    model, features = tiny_llama(), torch.randn(CHANNELS, SPAN)
+    for call in (
+        lambda: es.generate(model, None, [{"input_features": features}]),
+        lambda: list(es.stream(model, None, {"input_features": features})),
+        lambda: model.generate(input_features=features[None]),
+    ):
+        with pytest.raises(UnsupportedError, match=r"sounds, which this model.*Load a Whisper"):
+            call()
+    with pytest.raises(RequestError, match="sounds are read by a Whisper alone"):
+        es.generate(model, None, torch.zeros(160))
+    with pytest.raises(UnsupportedError, match="images, which this model does not read"):
+        es.generate(model, None, {"input_ids": [1], "pixel_values": features})

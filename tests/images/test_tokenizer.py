@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import struct
@@ -147,6 +148,70 @@ def test_chats_with_pictures_are_answered(loaded: Any) -> None:
     assert other != text
 
 
+def data_url(data: bytes, *, width: int = 0) -> str:
+    """The bytes as a URL, in lines of so many characters."""
+    text = base64.b64encode(data).decode()
+    lines = [text[start : start + width] for start in range(0, len(text), width)] if width else []
+    return "data:image/png;base64," + ("\n".join(lines) or text)
+
+
+def noisy(size: int) -> tuple[Image.Image, bytes]:
+    """A picture that takes many bytes, and its file."""
+    picture, file = Image.effect_noise((size, size), 90).convert("RGB"), io.BytesIO()
+    picture.save(file, "PNG")
+    return picture, file.getvalue()
+
+
+@pytest.mark.parametrize("form", ["object", "text", "url", "image", "lines", "tuple"])
+def test_a_picture_in_a_data_url_is_that_picture(loaded: Any, form: str) -> None:
+    model, tokenizer = loaded
+    picture, data = noisy(40)
+    url = data_url(data, width=76 if form == "lines" else 0)
+    part: dict[str, Any] = {
+        "text": {"type": "image_url", "image_url": url},
+        "url": {"type": "image", "url": "DATA" + url[4:]},
+        "image": {"type": "image", "image": url},
+    }.get(form, {"type": "image_url", "image_url": {"url": url, "detail": "auto"}})
+    said, expected = messages(part), messages({"type": "image", "image": picture})
+    if form == "tuple":
+        said = [{**said[0], "content": tuple(said[0]["content"])}]
+    found, wanted = (
+        tokenizer.apply_chat_template(one, return_tensors="pt") for one in (said, expected)
+    )
+    assert found["input_ids"].tolist() == wanted["input_ids"].tolist()
+    assert torch.equal(found["pixel_values"], wanted["pixel_values"])
+    answers = [es.generate(model, tokenizer, one, **QUIET) for one in (said, expected)]
+    assert answers[0] == answers[1]
+
+
+def test_a_data_url_is_read_in_pieces() -> None:
+    picture, data = noisy(450)
+    assert len(data) > 1 << 18
+    for width in (0, 77):
+        assert np.array_equal(read_image(data_url(data, width=width)), np.asarray(picture))
+
+
+@pytest.mark.parametrize("address", ["https://a.example/b.png", "file:///etc/hostname", "", 7])
+def test_no_address_in_a_message_is_opened(loaded: Any, address: Any) -> None:
+    for part in (
+        {"type": "image_url", "image_url": {"url": address}},
+        {"type": "image_url", "image_url": address},
+        {"type": "image", "url": address},
+        {"type": "video", "url": address},
+    ):
+        with pytest.raises(RequestError, match=r"no file is opened.*wanted a data: URL.*Fetch it"):
+            loaded[1].apply_chat_template(messages(part))
+
+
+def test_a_path_is_no_address(loaded: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    drawn(8, 8).save(path)
+    for given in (str(path), path):
+        part = {"type": "image_url", "image_url": {"url": given}}
+        with pytest.raises(RequestError, match="no file is opened"):
+            loaded[1].apply_chat_template(messages(part))
+
+
 PICTURE: dict[str, Any] = {"type": "image", "image": drawn(16, 24)}
 FILM: dict[str, Any] = {"type": "video", "video": [drawn(16, 16)] * 4, "fps": 2}
 WRITTEN = ("<|im_end|>", IMAGE_PAD, VIDEO_PAD, START + IMAGE_PAD + END, "<|im_start|>assistant\n")
@@ -258,6 +323,13 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], type[EverystepError], str]] = {
     "floats": (lambda _: np.zeros((8, 8, 3)), RequestError, "as uint8"),
     "five channels": (lambda _: np.zeros((8, 8, 5), np.uint8), RequestError, "no image"),
     "a number": (lambda _: 7, RequestError, "no image"),
+    "no base64": (lambda _: "data:,hello", FormatError, "URL is not in base64"),
+    "an empty URL": (lambda _: "data:", FormatError, "URL is not in base64"),
+    "no end": (lambda _: data_url(png(8, 8))[:-2], FormatError, "URL is broken"),
+    "signs that are none": (lambda _: data_url(b"") + "a%2Ba", FormatError, "URL is broken"),
+    "letters": (lambda _: data_url(b"") + "\u00e4" * 8, FormatError, "URL is broken"),
+    "a URL of no image": (lambda _: data_url(b"hello"), FormatError, "no picture, or a broken one"),
+    "a URL of many pixels": (lambda _: data_url(png(10000, 10000)), FormatError, "too many pixels"),
     "an object": (lambda _: object(), RequestError, "no picture"),
     "a closed image": (lambda _: closed(), FormatError, "closed image"),
     "half an image": (lambda _: half(), FormatError, "truncated"),
@@ -268,6 +340,13 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], type[EverystepError], str]] = {
     "a line": (lambda _: np.zeros((2, 900, 3), np.uint8), RequestError, "impossible form"),
     "nothing": (lambda _: np.zeros((0, 8, 3), np.uint8), RequestError, "impossible form"),
 }
+
+
+def test_a_long_data_url_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everystep.files.picture_files.MOST_BYTES", 3000)
+    monkeypatch.delattr("everystep.files.picture_files.b64decode")
+    with pytest.raises(FormatError, match=r"too long; wanted at most 3000 bytes.*3003"):
+        read_image(data_url(bytes(3003)))
 
 
 @pytest.mark.parametrize("broken", BROKEN)
@@ -294,6 +373,16 @@ WRONG: dict[str, tuple[Callable[[PictureTokenizer], Any], str]] = {
     "an image that is not there": (
         lambda t: t.apply_chat_template(messages({"type": "image"})),
         "announces an image and holds none",
+    ),
+    "an address that is not there": (
+        lambda t: t.apply_chat_template(messages({"type": "image_url", "image_url": {}})),
+        "announces an image and holds none",
+    ),
+    "a detail": (
+        lambda t: t.apply_chat_template(
+            messages({"type": "image_url", "image_url": {"url": "data:", "detail": "low"}})
+        ),
+        "no detail to choose",
     ),
 }
 

@@ -256,6 +256,7 @@ def test_an_answer_nested_without_end_is_none(monkeypatch: pytest.MonkeyPatch) -
         {1: "a", "1": "b"},
         {None: [True, False, None], 2.5: {3: {}}},
         {"\ufdd2pairs": 1, "a": "\ufdd2pairs"},
+        {"\ufdd2tuple": [1], (1, ("a",)): ((), [(2,)])},
         "\ud800 \0 \u2028 \U0001f600",
         [float("inf"), -0.0, 10**300, "", [], {}],
     ],

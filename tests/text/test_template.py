@@ -141,6 +141,63 @@ def test_rendering_says_where_the_generations_are() -> None:
     assert (rendered.text[start:end], rest) == ("Hello ", [])
 
 
+@pytest.mark.parametrize("content", ["Hello ", " Hello", [{"type": "text", "text": "Hello "}]])
+@pytest.mark.parametrize("shape", ["m.content", "m.content | trim", "'<' + m.content"])
+def test_a_message_in_a_generation_block_is_continued_as_in_transformers(
+    content: Any, shape: str
+) -> None:
+    if isinstance(content, list):
+        shape = shape.replace("content", "content[0].text")
+    template = (
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}"
+        f"{{{{ {shape} }}}}<eos>{{% endgeneration %}}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+        "{% endfor %}end"
+    )
+    chat = [*QUESTION, {"role": "assistant", "content": content}]
+    options: dict[str, Any] = {"continue_final_message": True}
+    ours, theirs = tiny(template), reference(tiny(template))
+    assert dict(ours.apply_chat_template(chat, **options)) == dict(
+        theirs.apply_chat_template(chat, **options)
+    )
+    rendered = ChatTemplate(template).render(chat, **options)
+    ((start, end),) = rendered.generations
+    assert (rendered.text[start:end], end) == (rendered.text[start:], len(rendered.text))
+    assert "Hello" in rendered.text[start:]
+
+
+TUPLES = ({"type": "text", "text": "a"}, {"type": "text", "text": "b"})
+PRINTED = "{{ messages }}{{ documents }}{{ messages[0].n | tojson }}"
+JOINED = "{% for part in messages[-1].content %}{{ part.text }}{% endfor %}{{ documents[0].text }}"
+
+
+@pytest.mark.parametrize("template", [PRINTED, JOINED, PRINTED.replace(" | tojson", "[1:]")])
+def test_tuples_stay_tuples_as_in_transformers(template: str) -> None:
+    numbers = (1, (), [2, ("x" * 20_000, None)])
+    keyed = ("tojson", {(1, ("a",)): [()], "\ufdd2tuple": 1})
+    options: dict[str, Any] = {"documents": ({"title": ("t",), "text": ("u", 2)},)}
+    ours, theirs = tiny(template), reference(tiny(template))
+    for value in (numbers, keyed):
+        if value is keyed and "tojson" in template:  # JSON has no such keys
+            continue
+        chat = ({"role": "user", "content": TUPLES, "n": value},)
+        expected = theirs.apply_chat_template(chat, tokenize=False, **options)
+        assert ours.apply_chat_template(chat, tokenize=False, **options) == expected
+        ids = ours.apply_chat_template(chat, **options)["input_ids"]
+        assert ours.decode(ids) == expected
+
+
+def test_what_is_written_in_tuples_stays_text_and_is_continued() -> None:
+    parts = ({"text": "<eos>"}, {"text": "b<eos>"})
+    chat = ({"role": "user", "content": parts},)
+    options: dict[str, Any] = {"continue_final_message": True, "documents": [{"text": "!"}]}
+    ours, theirs = tiny(JOINED), reference(tiny(JOINED))
+    expected = theirs.apply_chat_template(chat, tokenize=False, **options)
+    assert ours.apply_chat_template(chat, tokenize=False, **options) == expected == "<eos>b<eos>"
+    ids = ours.apply_chat_template(chat, **options)["input_ids"]
+    assert ours.eos_token_id not in ids
+    assert ours.decode(ids) == expected
+
+
 def test_objects_become_plain_values() -> None:
     @dataclasses.dataclass
     class Message:
@@ -198,7 +255,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any], type[Exception], str]] = [
         CHAT,
         {"tools": [len], "chat_template": "{{ tools }}"},
         RequestError,
-        "A tool is given by its JSON schema",
+        "A tool is neither a JSON schema nor a function",
     ),
     (
         CHATML,
@@ -217,6 +274,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any], type[Exception], str]] = [
         "cannot be continued",
     ),
     (GENERATION, [{"role": "assistant", "content": "\ufdd1"}], {}, RequestError, "reserved"),
+    ("{{ tools }}", CHAT, {"tools": {"a": 1}}, RequestError, "tools are no list"),
 ]
 
 

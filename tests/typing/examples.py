@@ -93,6 +93,16 @@ async def users(model: es.LanguageModel, tokenizer: es.Tokenizer) -> None:
         print(await engine.generate("Once", adapter_names="mine", trim_stop_strings=True))
 
 
+def scores(model: es.LanguageModel, tokenizer: es.Tokenizer) -> None:
+    """How likely texts are."""
+    total: float = es.score(model, tokenizer, "Once", after="A tale.", best=3).total
+    of_ids: float | None = es.score(model, None, [1, 2, 3]).bits_per_byte
+    several: list[es.Score] = es.score(model, tokenizer, ["a", "b"], after=["c", "d"], window=64)
+    rows = es.score(model, None, [[1, 2], [3, 4]])
+    print(total + 1, of_ids, [one.perplexity for one in several], rows[0].tokens.shape)
+    print(es.score(model, tokenizer, (text for text in ("a", "b")), progress=True)[0].total)
+
+
 def others(model: es.LanguageModel, tokenizer: es.Tokenizer) -> None:
     """Prefixes, scores, configurations."""
     prefix: es.Prefix = es.prefill(model, tokenizer, "Rules.", adapter_names="mine")

@@ -33,6 +33,8 @@ def mistakes(model: es.LanguageModel, tokenizer: es.Tokenizer) -> None:
     es.GenerationConfig(top_q=0.5)  # wrong: misspelt_field
     es.GenerationConfig(do_sample="yes")  # wrong: field_value
     es.GenerationConfig().max_new_tokens.upper()  # wrong: attribute
+    print(es.score(model, tokenizer, "x").totl)  # wrong: score_field
+    print(es.score(model, tokenizer, ["x", "y"]).total)  # wrong: score_of_several
     es.prefill(model, tokenizer, "x", max_new_tokens=5)  # wrong: choice_in_prefill
     es.AsyncEngine(model).stream("x", top_p="high")  # wrong: value_in_engine
     es.load(quantize="int3")  # wrong: format

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -115,6 +115,36 @@ class _Window:
     row: int
     prompt: Prompt
     first: int
+
+
+@overload
+def score(  # type: ignore[overload-overlap]  # a text is a series of texts
+    model: LanguageModel | nn.Module,
+    tokenizer: TokenizerLike | None,
+    texts: str | Sequence[int],
+    *,
+    after: PromptLike | Sequence[PromptLike] | None = None,
+    best: int = 0,
+    window: int | None = None,
+    stride: int | None = None,
+    adapter_names: str | None = None,
+    progress: bool = False,
+) -> Score: ...
+
+
+@overload
+def score(
+    model: LanguageModel | nn.Module,
+    tokenizer: TokenizerLike | None,
+    texts: Iterable[str | Sequence[int]],
+    *,
+    after: PromptLike | Sequence[PromptLike] | None = None,
+    best: int = 0,
+    window: int | None = None,
+    stride: int | None = None,
+    adapter_names: str | None = None,
+    progress: bool = False,
+) -> list[Score]: ...
 
 
 def score(

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import io
 import os
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
-from everystep.errors import EverystepError, FormatError, MissingExtraError, RequestError
+from everystep.errors import EverystepError, FormatError, MissingExtraError, RequestError, shown
 from everystep.files.opening import open_regular, size_of
 
 if TYPE_CHECKING:
@@ -30,7 +31,14 @@ _PAGED = ("PNG", "WEBP", "TIFF")
 """Formats that may hold several pictures. Those of a photograph belong together."""
 
 PictureLike = Union[str, os.PathLike[str], bytes, "Image"]
-"""A path, what a file holds, or an `Image` of Pillow."""
+"""A path, what a file holds, also as a `data:` URL in base64, or an `Image` of Pillow."""
+_PIECE = 1 << 18
+"""Characters that are decoded at once: decoding holds the interpreter's lock."""
+
+
+def is_data_url(source: object) -> bool:
+    """Return True for a text that holds a file and names none."""
+    return isinstance(source, str) and source[:5].lower() == "data:"
 
 
 def read_picture(source: PictureLike) -> Image:
@@ -43,6 +51,8 @@ def read_picture(source: PictureLike) -> Image:
     if isinstance(source, pillow.Image):
         with _refused(pillow, "the picture"):
             return _converted(source, "the picture")
+    if isinstance(source, str) and is_data_url(source):
+        source = _bytes_of_url(source)
     if isinstance(source, bytes):
         return _opened(pillow, io.BytesIO(source), "the picture", len(source))
     if not isinstance(source, str | os.PathLike):
@@ -51,6 +61,30 @@ def read_picture(source: PictureLike) -> Image:
     path = Path(source)
     with open_regular(path) as file:
         return _opened(pillow, file, str(path), size_of(file))
+
+
+def _bytes_of_url(url: str) -> bytes:
+    """Return what a `data:` URL holds, whose length is judged before it is decoded."""
+    begin, what = url[: url.find(",", 0, 1000) + 1], "the picture's data: URL"
+    size = (len(url) - len(begin)) // 4 * 3
+    if size > MOST_BYTES:
+        wanted, got = f"at most {MOST_BYTES} bytes", f"about {size}"
+        raise FormatError(f"{what} is too long", wanted=wanted, got=got)
+    if not begin.lower().endswith(";base64,"):
+        wanted, got = "data:image/png;base64,... or the like", shown(url[:60])
+        raise FormatError(f"{what} is not in base64", wanted=wanted, got=got)
+    found, left = bytearray(), ""
+    try:
+        for start in range(len(begin), len(url), _PIECE):
+            piece = left + "".join(url[start : start + _PIECE].split())
+            whole = len(piece) // 4 * 4
+            found += b64decode(piece[:whole], validate=True)
+            left = piece[whole:]
+        if left:
+            raise ValueError("characters are missing at its end")
+    except ValueError as error:
+        raise FormatError(f"{what} is broken", wanted="base64", got=str(error)[:200]) from error
+    return bytes(found)
 
 
 def _opened(pillow: Any, file: Any, name: str, size: int) -> Image:

@@ -20,6 +20,7 @@ import torch
 from everystep.errors import FormatError, RequestError, UnsupportedError, shown
 from everystep.files.atomic import write_atomic
 from everystep.files.opening import as_path
+from everystep.files.picture_files import is_data_url
 from everystep.images.image_arrays import read_image
 from everystep.images.picture_settings import IMAGES, VIDEOS, PictureSettings, read_picture_settings
 from everystep.images.sizes import sampled_frames, times_of
@@ -75,8 +76,9 @@ class PictureTokenizer(Tokenizer):
 
     `images`, `videos`: how each are prepared; `times`: whether the frame groups of a video stand in
     the text with their times before them. In a chat a picture is a part of a message's content:
-    `{"type": "image", "image": ...}`, or `{"type": "video", "video": [frames], "fps": ...}`; a
-    chat template's encoding then holds what that of a call with pictures holds.
+    `{"type": "image", "image": ...}`, or `{"type": "video", "video": [frames], "fps": ...}`. The
+    form `{"type": "image_url", "image_url": {"url": "data:..."}}` holds an image too. A chat
+    template's encoding then holds what that of a call with pictures holds.
     """
 
     def __init__(
@@ -221,6 +223,8 @@ def _rates(given: Any, count: int) -> list[float]:
     return [float(one) for one in rates]
 
 
+_KINDS = {"image": "image", "image_url": "image", "video": "video"}
+"""Types of parts that show something -> what they show; the second is that of OpenAI's calls."""
 _NOUNS = {"image": "an image", "video": "a video"}
 
 
@@ -228,10 +232,12 @@ def _pictures(chats: Sequence[Any]) -> tuple[list[Any], list[Any], list[float]]:
     """Return all images, all videos and their rates, in the order of the messages."""
     images, videos, rates = list[Any](), list[Any](), list[float]()
     for part in _parts(chats):
-        kind = part.get("type")
-        if kind not in ("image", "video"):
+        kind = _kind(part)
+        if kind is None:
             continue
-        given = next((part[key] for key in (kind, "path") if part.get(key) is not None), None)
+        given = _address(part)
+        if given is None:
+            given = next((part[key] for key in (kind, "path") if part.get(key) is not None), None)
         if given is None:
             do = f"Pass it as {{'type': {kind!r}, {kind!r}: ...}}"
             raise RequestError(f"a message announces {_NOUNS[kind]} and holds none", do=do)
@@ -239,6 +245,33 @@ def _pictures(chats: Sequence[Any]) -> tuple[list[Any], list[Any], list[float]]:
         if kind == "video":
             rates += _rates(part.get("fps"), 1)
     return images, videos, rates
+
+
+def _kind(part: object) -> str | None:
+    """Return what a part of a message shows, None where it shows nothing."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return _KINDS.get(kind) if isinstance(kind, str) else None
+
+
+def _address(part: Mapping[str, Any]) -> str | None:
+    """Return the `data:` URL that a part gives in place of a picture, None where it gives none.
+
+    Any other address is refused, a path too: whoever writes a message may name what is not his.
+    """
+    given, whole = part.get("url"), part.get("image_url")
+    if whole is not None:
+        if isinstance(whole, Mapping) and whole.get("detail") not in (None, "auto"):
+            do, got = "Leave detail out, or scale the picture", shown(whole["detail"])
+            raise RequestError("pictures have no detail to choose", got=got, do=do)
+        given = whole.get("url") if isinstance(whole, Mapping) else whole
+    if given is None or is_data_url(given):
+        return given
+    raise RequestError(
+        "pictures are not fetched from addresses, and no file is opened for one",
+        wanted="a data: URL with the picture in base64, or {'type': 'image', 'image': ...}",
+        got=shown(given)[:100],
+        do="Fetch it yourself, and pass its bytes or an open picture as the image",
+    )
 
 
 def _parts(chats: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
@@ -254,13 +287,8 @@ def _without_pictures(message: Any) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list | tuple):
         return message
-    parts = [
-        {"type": part["type"]}
-        if isinstance(part, Mapping) and part.get("type") in ("image", "video")
-        else part
-        for part in content
-    ]
-    return {**message, "content": parts}
+    parts = [part if (kind := _kind(part)) is None else {"type": kind} for part in content]
+    return {**message, "content": tuple(parts) if isinstance(content, tuple) else parts}
 
 
 def _filled(

@@ -129,19 +129,20 @@ def refuse_name(name: str, asking: FrameType) -> NoReturn:
 _ENCODED = "Declare what encodes them as a PromptInput of that name in model.prompt_inputs"
 _EMBEDDED = f"{_ENCODED}, or pass their embeddings among inputs_embeds"
 _NOT_YET = "asks for {}, which this version does not have"
+_NOT_READ = "asks for {}, which this model does not read"
 ARGUMENTS = {
     "cache_params": (
         _NOT_YET.format("a state of recurrent layers"),
         "Pass the whole prompt as input_ids",
     ),
-    "pixel_values": (_NOT_YET.format("images"), _EMBEDDED),
-    "pixel_values_videos": (_NOT_YET.format("videos"), _EMBEDDED),
+    "pixel_values": (_NOT_READ.format("images"), _EMBEDDED),
+    "pixel_values_videos": (_NOT_READ.format("videos"), _EMBEDDED),
     "input_features": (
-        _NOT_YET.format("sounds"),
-        f"{_ENCODED}, or pass their embeddings as inputs_embeds",
+        _NOT_READ.format("sounds"),
+        f"Load a Whisper, or pass the text that was said. {_ENCODED}",
     ),
     "mm_encoder_outputs": (
-        _NOT_YET.format("encoded images"),
+        _NOT_READ.format("encoded images"),
         "Pass their embeddings among inputs_embeds",
     ),
     "synced_gpus": (

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from everystep.errors import RequestError, TokenizerError, UnknownArgumentError, nearest
 from everystep.images.tokenizer import PictureTokenizer, has_pictures
+from everystep.requests.absent import ARGUMENTS, refuse_argument
 from everystep.requests.arrays import as_numbers
 from everystep.requests.door import CONTENTS, IN_PROMPTS, PromptValues
 from everystep.requests.options import Prefix
 from everystep.requests.pictures import prompt_names
 from everystep.requests.prefixes import rest_of
 from everystep.requests.subject import Subject
+from everystep.text.message_parts import refuse_unread_parts
 
 
 class Tokenizing(Protocol):
@@ -47,6 +49,7 @@ PromptLike = str | Sequence[int] | Messages | Tensor | np.ndarray | Mapping[str,
 
 _SAID = ("text", "messages")
 """Keys of a prompt that is a mapping, for what its tokenizer reads."""
+_FEATURES = "Make features of samples with es.WhisperFeatureExtractor; es.read_sound reads a file"
 _ONE_ROW = "Pass each prompt by itself in a list: texts, messages, or lists of ids"
 
 
@@ -98,12 +101,11 @@ def read_prompt(
     begun = None if messages is None else model.chat_defaults.begun(messages)
     if not isinstance(prompt, Mapping) or "role" in prompt:
         if source is not None:
-            _require_content({"input_ids": prompt}, (source,))
+            raise _other_kind(source, type(prompt).__name__)
         values = _read_text(tokenizer, begun or prompt, starts_answer, prefix)
         return _with_mask(PromptValues.of(values), source)
-    known = (*IN_PROMPTS, *model.inputs, *prompt_names(model))
-    _require_known(prompt, known)
-    _require_content(prompt, CONTENTS if source is None else (source,))
+    _require_known(prompt, (*IN_PROMPTS, *model.inputs, *prompt_names(model)))
+    _require_content(prompt, source)
     given = {name: value for name, value in prompt.items() if value is not None}
     text = next((given.pop(name) for name in _SAID if name in given), None)
     values = {name: _row(model, name, value) for name, value in given.items()}
@@ -140,24 +142,32 @@ def _with_mask(row: PromptValues, source: str | None) -> PromptValues:
 def _require_known(prompt: Mapping[str, object], known: Sequence[str]) -> None:
     """Refuse a key that no prompt of the model has."""
     for name in prompt:
-        if name not in known:
+        if name in ARGUMENTS and name not in known:
+            refuse_argument(name, prompt[name])
+        elif name not in known:
             near = nearest(str(name), known)
             do = f"Perhaps you meant {near}" if near else f"Keys are {', '.join(known)}"
             raise UnknownArgumentError(f"a prompt has no {name!r}", do=do)
 
 
-def _require_content(prompt: Mapping[str, object], contents: Sequence[str]) -> None:
-    """Refuse a mapping without exactly one of the contents."""
-    passed = {name for name in (*CONTENTS, *contents) if prompt.get(name) is not None}
-    if (len(passed) == 1 and passed <= {*contents}) or passed == {"input_ids", "inputs_embeds"}:
-        return
-    of_ids = "text, messages, input_ids, inputs_embeds, or both of the latter"
-    raise RequestError(
-        "a prompt needs exactly one content, of a kind that the model reads",
-        wanted=of_ids if contents is CONTENTS else f"a mapping with {contents[0]}",
-        got=", ".join(sorted(passed)) or "none of them",
-        do=None if contents is CONTENTS else f"Pass the prompt as {{{contents[0]!r}: ...}}",
-    )
+def _require_content(prompt: Mapping[str, object], source: str | None) -> None:
+    """Refuse a mapping without exactly one content, or with one that no encoder here reads."""
+    contents = (*CONTENTS, *([] if source is None else [source]))
+    passed = {name for name in contents if prompt.get(name) is not None}
+    got = ", ".join(sorted(passed)) or "none of them"
+    if source is not None and passed != {source}:
+        raise _other_kind(source, got)
+    if len(passed) != 1 and passed != {"input_ids", "inputs_embeds"}:
+        wanted = "text, messages, input_ids, inputs_embeds, or both of the latter"
+        raise RequestError("a prompt needs exactly one content", wanted=wanted, got=got)
+
+
+def _other_kind(source: str, got: str) -> RequestError:
+    """Return the error of a prompt that the model's encoder cannot read."""
+    listens, wanted = source == "input_features", f"a prompt {{{source!r}: ...}}"
+    do = _FEATURES if listens else "Make it as the model's own processor does"
+    what = f"this model reads {'sounds' if listens else source}, and no text"
+    return RequestError(what, wanted=wanted, got=got, do=do)
 
 
 def _row(model: Subject, name: str, value: object) -> object:
@@ -196,7 +206,7 @@ def _read_text(
 ) -> dict[str, object]:
     """Return the ids of a text, of messages or of ids, (1, n), and the pictures of messages."""
     if is_messages(prompt):
-        _refuse_addresses(prompt)
+        refuse_unread_parts(prompt)
     if not is_messages(prompt) or not has_pictures(prompt):
         return {"input_ids": _ids(tokenizer, prompt, starts_answer, prefix)[None]}
     if not isinstance(tokenizer, PictureTokenizer) or prefix is not None:
@@ -210,19 +220,6 @@ def _read_text(
         list(prompt), add_generation_prompt=starts_answer, return_tensors="pt"
     )
     return dict(encoding)
-
-
-def _refuse_addresses(messages: Messages) -> None:
-    """Refuse the form in which OpenAI's interface names pictures by their address."""
-    contents = (turn.get("content") for turn in messages if isinstance(turn, Mapping))
-    for part in (part for parts in contents if isinstance(parts, list | tuple) for part in parts):
-        if isinstance(part, Mapping) and part.get("type") == "image_url":
-            raise RequestError(
-                "pictures are not fetched from addresses",
-                wanted="{'type': 'image', 'image': ...} with a picture that is open",
-                got="a part of the type image_url",
-                do="Open the picture, that of a data: URL from its bytes, and pass it so",
-            )
 
 
 def _ids(
@@ -262,7 +259,7 @@ def _ids(
             "a prompt is empty or not a row of ids", got=f"shape {tuple(ids.shape)}", do=do
         )
     if ids.is_floating_point() or ids.dtype == torch.bool:
-        do = "Pass embeddings as a mapping, {'inputs_embeds': ...}"
+        do = "Pass embeddings as {'inputs_embeds': ...}; sounds are read by a Whisper alone"
         raise RequestError("ids are not integers", wanted="integers", got=ids.dtype, do=do)
     found: np.ndarray = ids.detach().cpu().numpy()
     return found

@@ -177,7 +177,7 @@ def _sounds(
             "input_features are no sounds that this model reads",
             wanted=f"a float tensor (rows, {channels}, frames)",
             got=got,
-            do="Pass what the model's feature extractor gives",
+            do="Pass what es.WhisperFeatureExtractor makes of samples",
         )
     rows, _, length = features.shape
     if mask is not None and tuple(torch.as_tensor(mask).shape) != (rows, length):

@@ -19,8 +19,9 @@ from typing import Any
 
 DAY = 86400.0  # seconds: clocks of the system take no infinity
 _LENGTH, _PIECE = 8, 1 << 16  # bytes
-# A key that is not a text has no place in JSON: such a dict is written as a list of pairs.
-_PAIRS = "\ufdd2pairs"
+# A key that is not a text has no place in JSON: such a dict is written as a list of pairs. Nor has
+# a tuple, which templates print in round brackets.
+_PAIRS, _TUPLE = "\ufdd2pairs", "\ufdd2tuple"
 _TEXT, _LONG = "\ufdd2text", 1 << 14  # which of the long texts, and of how many characters
 _MEMORY = 256 << 20  # bytes
 # Uses what opens files when it is first used: escapes, the time zone, entities, and a failure.
@@ -53,6 +54,8 @@ def unpacked(data: bytes) -> Any:
     def restored(stored: dict[str, Any]) -> Any:
         if _TEXT in stored:
             return texts[stored[_TEXT]]
+        if _TUPLE in stored:
+            return tuple(stored[_TUPLE])
         return dict(stored[_PAIRS]) if _PAIRS in stored else stored
 
     return json.loads(whole, object_hook=restored)
@@ -94,10 +97,12 @@ def _stored(value: Any, texts: list[str]) -> Any:
         return {_TEXT: len(texts) - 1}
     if isinstance(value, list):
         return [_stored(item, texts) for item in value]
+    if isinstance(value, tuple):
+        return {_TUPLE: [_stored(item, texts) for item in value]}
     if not isinstance(value, dict):
         return value
     plain = all(isinstance(key, str) and len(key) <= _LONG for key in value)
-    if plain and not {_PAIRS, _TEXT} & value.keys():
+    if plain and not {_PAIRS, _TUPLE, _TEXT} & value.keys():
         return {key: _stored(item, texts) for key, item in value.items()}
     pairs = value.items()
     return {_PAIRS: [[_stored(key, texts), _stored(item, texts)] for key, item in pairs]}

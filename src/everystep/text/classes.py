@@ -113,3 +113,59 @@ CLASS_OF_MODEL = {
     "qwen": "QWenTokenizer",
 }
 """The class of a folder that names none, by the `model_type` of its config.json."""
+
+CLASS_IN_TRANSFORMERS = {
+    **dict.fromkeys(("codegen", "gpt2", "gpt_neo", "gptj", "opt", "phi"), "GPT2Tokenizer"),
+    "starcoder2": "GPT2Tokenizer",
+    **dict.fromkeys(("falcon_mamba", "gpt_neox", "mamba", "mamba2", "olmo"), "GPTNeoXTokenizer"),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n"), "GemmaTokenizer"),
+    **dict.fromkeys(("t5", "mt5"), "T5Tokenizer"),
+    "bart": "RobertaTokenizer",
+}
+"""The class that transformers takes for a folder with `tokenizer.json` that names none."""
+FOLLOWED_MODELS = frozenset(
+    [
+        *("glm", "glm4", "gpt_bigcode", "granite", "granitemoe", "mistral", "mixtral", "nemotron"),
+        *("olmo2", "olmo3", "phi3", "phimoe", "stablelm", "umt5"),
+    ]
+)
+"""Models of which transformers follows `tokenizer.json` whatever class is named."""
+CORRECTED_MODELS = frozenset(("qwen2",))
+"""Models of which transformers takes its own class whatever class is named."""
+SPECIAL_OF_PIECES: Mapping[str, Mapping[str, str]] = {
+    "LlamaTokenizer": {**_named("unk", "<unk>"), **_named("bos", "<s>"), **_named("eos", "</s>")},
+    "GemmaTokenizer": {
+        f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")
+    },
+    "T5Tokenizer": {**_named("unk", "<unk>"), **_named("eos", "</s>"), **_named("pad", "<pad>")},
+}
+"""Names of special tokens that classes of SentencePiece's vocabularies give where no file does."""
+
+
+def special_of_class(name: str | None) -> Mapping[str, str]:
+    """Return the special tokens that a class names where no file does."""
+    if name in BYTE_LEVEL:
+        return BYTE_LEVEL[name].special
+    return SPECIAL_OF_PIECES.get(name or "", {})
+
+
+def class_in_transformers(
+    tokenizer: Mapping[str, object], model: Mapping[str, object], *, bytes_as_letters: bool
+) -> str | None:
+    """Return the class that transformers makes of a folder with `tokenizer.json`, None where it
+    follows that file.
+
+    `tokenizer`, `model`: what tokenizer_config.json and config.json say. `bytes_as_letters`:
+    the file's rules are those of byte-level vocabularies.
+    """
+    given, kind = tokenizer.get("tokenizer_class") or model.get("tokenizer_class"), None
+    if isinstance(model.get("model_type"), str):
+        kind = str(model["model_type"])
+    if "auto_map" in tokenizer or kind in FOLLOWED_MODELS:
+        return None
+    if kind in CORRECTED_MODELS or not isinstance(given, str):
+        return CLASS_IN_TRANSFORMERS.get(kind or "")
+    name = given.removesuffix("Fast")
+    return None if name == "LlamaTokenizer" and bytes_as_letters else name

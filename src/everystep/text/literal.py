@@ -83,7 +83,9 @@ class Literals:
                 )
                 for key, item in value.items()
             }
-        return [self._marked(item) for item in value] if isinstance(value, list) else value
+        if not isinstance(value, list | tuple):
+            return value
+        return type(value)(map(self._marked, value))
 
     def _marked_text(self, given: str, joined: bool) -> str:
         """Return the text with its marks; `joined`: other texts may follow it, and end a token that

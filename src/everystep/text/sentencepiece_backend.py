@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, models, normalizers
 from tokenizers.processors import TemplateProcessing
 
 from everystep.errors import FormatError, UnsupportedError
@@ -22,9 +22,9 @@ from everystep.text.sentencepiece_model import (
     USER_DEFINED,
     PieceModel,
 )
+from everystep.text.text_rules import SPACE, gemma_rules, llama_rules, spelled_bytes, t5_rules
 from everystep.text.tokenizer_settings import config_flag
 
-SPACE = "▁"
 MAX_EXTRA_IDS = 10_000
 SAVE_FIRST = (
     "Save the tokenizer with the library it was made for, so that the folder has a tokenizer.json"
@@ -34,14 +34,11 @@ SAVE_FIRST = (
 def like_llama(model: PieceModel, config: Mapping[str, object], path: Path) -> tokenizers.Tokenizer:
     """As LlamaTokenizer: a text begins with a space, and every other space counts."""
     prefixed = config_flag(config, "add_prefix_space", True)
-    legacy = config_flag(config, "legacy", False)
     _check_spaces(model, path, removed=False, prefixed=prefixed)
     backend = tokenizers.Tokenizer(
         _unigram(model) if model.kind == "unigram" else _bpe(model, path)
     )
-    scheme = ("always" if legacy else "first") if prefixed else "never"
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme, split=False)
-    backend.decoder = _spelled_bytes(prefixed)
+    llama_rules(config).put_on(backend)
     return _with_added(backend, model)
 
 
@@ -50,8 +47,7 @@ def like_gemma(model: PieceModel, config: Mapping[str, object], path: Path) -> t
     _check_kind(model, "bpe", path)
     _check_spaces(model, path, removed=False, prefixed=False)
     backend = tokenizers.Tokenizer(_bpe(model, path))
-    backend.normalizer = normalizers.Replace(" ", SPACE)
-    backend.decoder = _spelled_bytes(False)
+    gemma_rules().put_on(backend)
     return _with_added(backend, model)
 
 
@@ -62,12 +58,9 @@ def like_t5(model: PieceModel, config: Mapping[str, object], path: Path) -> toke
     _check_words(model, path)
     sentinels = [f"<extra_id_{number}>" for number in reversed(range(_extra_ids(config)))]
     backend = tokenizers.Tokenizer(_unigram(model, sentinels))
-    backend.normalizer = normalizers.Precompiled(model.rules)
-    mark = pre_tokenizers.Metaspace(SPACE, prepend_scheme="always", split=True)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), mark])
-    backend.decoder = decoders.Metaspace(SPACE, prepend_scheme="always", split=True)
+    t5_rules(normalizers.Precompiled(model.rules)).put_on(backend)
     if model.byte_fallback:
-        backend.decoder = _spelled_bytes(True)
+        backend.decoder = spelled_bytes(True)
     _with_added(backend, model)
     backend.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in sentinels]
@@ -115,12 +108,6 @@ def _unigram(model: PieceModel, further: Sequence[str] = ()) -> models.Unigram:
     pieces = list(zip(model.pieces, model.scores, strict=True))
     pieces += [(token, 0.0) for token in further]
     return models.Unigram(pieces, unk_id=model.unk_id, byte_fallback=model.byte_fallback)
-
-
-def _spelled_bytes(prefixed: bool) -> decoders.Decoder:
-    """Pieces to text: marks become spaces, byte pieces the bytes they name."""
-    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
 
 
 def _with_added(backend: tokenizers.Tokenizer, model: PieceModel) -> tokenizers.Tokenizer:

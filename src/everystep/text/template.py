@@ -29,6 +29,7 @@ from everystep.text.cage import CagedProgram
 from everystep.text.known_templates import KNOWN_TEMPLATES
 from everystep.text.rendering import CompiledTemplate, Rendering, WrongTemplate
 from everystep.text.sandbox import GENERATION_END, GENERATION_START, TemplateLimits
+from everystep.text.tool_schemas import tool_schemas
 
 # Appended to the message that is to be continued, to find the place where it ends in the text.
 # The space shows whether the template trims messages.
@@ -77,7 +78,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool | str = False,
@@ -86,28 +87,23 @@ class ChatTemplate:
         """Render the chat; RequestError: refused by the template; TokenizerError: it fails.
 
         `continue_final_message` ends the text within the last message, in its `content` or the
-        field named. `variables` are further names that the template may use.
+        field named. A function among the `tools` stands for its JSON schema. `variables` are
+        further names that the template may use.
         """
-        _refuse_others(tools, continue_final_message)
-        for tool in tools or ():
-            if not isinstance(tool, Mapping):
-                raise RequestError(
-                    "A tool is given by its JSON schema", wanted="a dict", got=shown(tool)[:200]
-                )
+        _refuse_other_ends(continue_final_message)
         chat = [_message(each) for each in messages]
         field = "content" if continue_final_message is True else continue_final_message
         expected = _mark_continuation(chat, field, self.source) if field else ""
         names = {
             **plain(dict(variables or {})),
             "messages": chat,
-            "tools": plain(tools),
+            "tools": plain(tool_schemas(tools)),
             "documents": plain(documents),
             "add_generation_prompt": add_generation_prompt,
         }
-        text, generations = self._run(names)
-        if field:
-            text = _cut_at_continuation(text, expected)
-        return _without_marks(text, generations)
+        # The end of a generation block may stand behind the end of what is to be continued.
+        whole = _without_marks(*self._run(names))
+        return _cut_at_continuation(whole, expected) if field else whole
 
     def _run(self, names: Mapping[str, Any]) -> tuple[str, int]:
         """Return the text as the template prints it, and how many generation blocks it passed."""
@@ -119,9 +115,7 @@ class ChatTemplate:
         return answer.text, answer.generations
 
 
-def _refuse_others(tools: object, continue_final_message: object) -> None:
-    if tools is not None and not isinstance(tools, list | tuple):
-        raise RequestError("tools are no list", wanted="a list of dicts", got=shown(tools))
+def _refuse_other_ends(continue_final_message: object) -> None:
     if not isinstance(continue_final_message, bool | str):
         wanted, got = "True, False or the name of a field", shown(continue_final_message)
         raise RequestError("continue_final_message is unknown", wanted=wanted, got=got)
@@ -169,8 +163,10 @@ def _plain(value: Any) -> Any:
             return kind(value)
     if isinstance(value, Mapping):
         return {_key(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return [_plain(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_plain(item) for item in value)
     if isinstance(value, np.generic):
         return _plain(value.item())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -184,7 +180,11 @@ def _plain(value: Any) -> Any:
 
 def _key(value: Any) -> Any:
     found = _plain(value)
-    return f"<{type(value).__name__}>" if isinstance(found, dict | list) else found
+    try:
+        hash(found)
+    except TypeError:  # an object that can be a key became one that cannot
+        return f"<{type(value).__name__}>"
+    return found
 
 
 def _message(given: Any) -> dict[str, Any]:
@@ -204,11 +204,11 @@ def _message(given: Any) -> dict[str, Any]:
 
 def _mark_continuation(chat: list[dict[str, Any]], field: str, source: str) -> str:
     """Appends the mark to the last message's field and returns the text before it."""
-    if not chat or not isinstance(chat[-1].get(field), (str, list)):
+    if not chat or not isinstance(chat[-1].get(field), str | list | tuple):
         raise RequestError("There is nothing to continue", wanted=f"a last message with {field!r}")
     last = chat[-1]
     text = last[field]
-    if isinstance(text, list):
+    if not isinstance(text, str):
         block = next((part for part in reversed(text) if "text" in part), None)
         if block is None:
             raise RequestError("The last message has no text to continue")
@@ -224,8 +224,8 @@ def _mark_continuation(chat: list[dict[str, Any]], field: str, source: str) -> s
     return text
 
 
-def _cut_at_continuation(text: str, expected: str) -> str:
-    mark = CONTINUATION.strip()
+def _cut_at_continuation(chat: RenderedChat, expected: str) -> RenderedChat:
+    text, mark = chat.text, CONTINUATION.strip()
     if mark not in text or expected.strip() not in text:
         raise RequestError(
             "The last message cannot be continued",
@@ -233,8 +233,10 @@ def _cut_at_continuation(text: str, expected: str) -> str:
             do="Pass the text of the prompt yourself instead of messages",
         )
     place = text.rindex(mark)
-    kept = text[:place]
-    return kept if text.startswith(CONTINUATION, place) else kept.rstrip()
+    if not text.startswith(CONTINUATION, place):
+        place = len(text[:place].rstrip())
+    spans = tuple((start, min(end, place)) for start, end in chat.generations if start < place)
+    return RenderedChat(text[:place], spans)
 
 
 def _without_marks(text: str, generations: int) -> RenderedChat:

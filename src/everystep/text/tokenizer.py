@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +191,7 @@ class Tokenizer:
     def apply_chat_template(
         self,
         conversation: Sequence[Any],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = False,
@@ -213,7 +213,8 @@ class Tokenizer:
         No special tokens are added to those that the template writes. Text if not `tokenize`,
         ids if not `return_dict`. `assistant_masks` is 1 where a token lies in a
         `{% generation %}` block. What looks like a special token in a message of a user or tool,
-        or in a document, stays text unless `split_special_tokens` is False. Further arguments
+        or in a document, stays text unless `split_special_tokens` is False. A tool is a JSON
+        schema, or a function with type hints and a docstring in Google's style. Further arguments
         are variables of the template; what it does not read is an error.
         """
         chats, single = as_chats(conversation)

@@ -2,7 +2,8 @@
 
 `tokenizer.json` decides how text is split and what is put before and after it; `add_bos_token`
 and `add_eos_token` of `tokenizer_config.json` change nothing then, as in transformers (5.23), but
-the flags of its added tokens count more, and a token with a name is special.
+the flags of its added tokens count more, and a token with a name is special. Where transformers
+replaces rules of the file by those of a class, a warning says so (`text_rules.py`).
 Without it the vocabulary that the folder came with is read (`original.py`). The other files add
 names, sides, limits and chat templates. Nothing is fetched, and nothing in the folder is run.
 """
@@ -21,11 +22,13 @@ import tokenizers
 
 from everystep.errors import FileError, FormatError, MissingFileError, shown
 from everystep.files.atomic import write_atomic
-from everystep.files.model_folder import TOKENIZER, find_tokenizer, find_vocabulary
+from everystep.files.model_folder import CONFIG, TOKENIZER, find_tokenizer, find_vocabulary
 from everystep.files.opening import is_there, read_bounded
-from everystep.files.strict_json import field, read_json, whole_number
+from everystep.files.strict_json import MAX_SETTINGS_BYTES, field, read_json, whole_number
+from everystep.text.classes import class_in_transformers, special_of_class
 from everystep.text.native import checked_text, native_call
 from everystep.text.original import Original, add_ends, read_original
+from everystep.text.text_rules import warn_of_other_rules
 from everystep.text.tokenizer_settings import (
     NAMES,
     NO_LIMIT,
@@ -72,12 +75,15 @@ def read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, Settings]:
     _check_growth(backend, folder)
     own_flags = {} if original or not older else backend.get_added_tokens_decoder()
     _add_listed_tokens(backend, config, own_flags)
-    known = original.special if original else {}
+    name = None if original else _class_of(backend, folder, config)
+    known = original.special if original else special_of_class(name)
     own = {name: token for name, token in known.items() if backend.token_to_id(token) is not None}
     special = named_tokens(own, tokens_map, config)
     _add_named_tokens(backend, config, tokens_map, special)
     if original:
         add_ends(backend, config, special)
+    else:
+        warn_of_other_rules(backend, name, config, folder / TOKENIZER)
     limit = config.get("model_max_length")
     return backend, Settings(
         special=special,
@@ -211,6 +217,14 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     if any(not token.content for token in backend.get_added_tokens_decoder().values()):
         raise FormatError(f"{path} has an added token without text.")
     return backend
+
+
+def _class_of(backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Return the class that transformers makes of the folder, None where it follows the file."""
+    model = read_json(folder / CONFIG, most=MAX_SETTINGS_BYTES) or {}
+    rules = (backend.pre_tokenizer, backend.decoder)
+    letters = any(b'"ByteLevel"' in one.__getstate__() for one in rules if one is not None)
+    return class_in_transformers(config, model, bytes_as_letters=letters)
 
 
 def _check_growth(backend: tokenizers.Tokenizer, folder: Path) -> None:

@@ -7,7 +7,9 @@ is left out is said in the header line, never silently; with --all nothing may b
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.util
 import ipaddress
 import os
 import random
@@ -29,6 +31,7 @@ from everystep.executors.native.library import status
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 
 SHELLS = ("bash", "zsh", "fish")
+OTHERS = ("gradio", "langchain_huggingface", "llm", "lm_eval", "outlines")
 _SHOWN = 2000  # characters of a failure that are shown at once
 
 # --- once per process -----------------------------------------------------------------------------
@@ -73,6 +76,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         lines.append("everystep: without cuda tests, as there is no CUDA device")
     if absent := [name for name in SHELLS if shutil.which(name) is None]:
         lines.append(f"everystep: without tests in {' and '.join(absent)}, which are not installed")
+    if missing_others():
+        lines.append("everystep: without other programs (scripts/others runs them)")
     if (shard := config.getoption("shard")) is not None:
         lines.append(f"everystep: part {shard[0]} of {shard[1]}")
     return lines
@@ -150,6 +155,8 @@ def _is_wanted(item: pytest.Item, config: pytest.Config) -> bool:
         return False
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         return False
+    if item.get_closest_marker("others") and missing_others():
+        return False
     if (shell := item.get_closest_marker("shell")) and shutil.which(shell.args[0]) is None:
         return False
     shard = config.getoption("shard")
@@ -160,6 +167,12 @@ def part_of(nodeid: str, parts: int) -> int:
     """Which of `parts` parts, from 1, a test belongs to: by its name alone, on every machine."""
     digest = hashlib.sha256(nodeid.encode()).digest()
     return int.from_bytes(digest[:8], "big") % parts + 1
+
+
+@functools.cache
+def missing_others() -> tuple[str, ...]:
+    """The modules of other programs that are not installed."""
+    return tuple(name for name in OTHERS if importlib.util.find_spec(name) is None)
 
 
 def missing_model() -> str | None:

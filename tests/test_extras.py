@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -19,11 +20,12 @@ from everystep.files.hub import DEFAULT_ACCESS, HubId, fetch_file
 from everystep.files.picture_files import require_pillow
 from everystep.processors.grammars.vocabulary import library
 from everystep.text.sentencepiece_model import read_pieces as read_piece_file
-from tests.reading import ROOT
+from tests import conftest
+from tests.reading import ROOT, nodes, sources
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-FOR_DEVELOPERS = {"test", "packages", "dev", "bench", "docs"}
+FOR_DEVELOPERS = {"test", "packages", "dev", "bench", "docs", "others"}
 
 
 def read_music(folder: Path) -> None:
@@ -102,6 +104,39 @@ def test_all_is_every_extra_of_a_user() -> None:
     listed = set(re.fullmatch(r"everystep\[(.*)\]", every)[1].split(","))
     assert listed == set(EXTRAS) - FOR_DEVELOPERS - {"all"}
     assert listed == {extra for extra, _, _ in NEEDS.values()}
+
+
+def installed_by(extra: str) -> set[str]:
+    """The packages that an extra names, by itself and through other extras."""
+    found = set()
+    for line in EXTRAS[extra]:
+        name, *inner = re.split(r"[\[\],]", re.split("[><=]", line)[0].strip())
+        found |= {name} | {one for part in inner if name == "everystep" and part
+                           for one in installed_by(part)}  # fmt: skip
+    return found
+
+
+def imported_in(folder: str) -> set[str]:
+    """The modules that the scripts of a folder import, but for Python's and one another."""
+    scripts = sources(folder)
+    names = set()
+    for node in (node for text in scripts.values() for node in nodes(text)):
+        if isinstance(node, ast.Import):
+            names |= {one.name.partition(".")[0] for one in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+    return names - set(sys.stdlib_module_names) - {Path(name).stem for name in scripts}
+
+
+def test_the_extra_of_the_site_has_what_its_scripts_import() -> None:
+    assert imported_in("docs/site") == {"everystep", "mkdocs", "typer"}
+    assert imported_in("docs/site") <= installed_by("docs")
+    assert "ruff" in installed_by("docs"), "it lays out signatures"
+
+
+def test_the_extra_of_other_programs_has_what_their_page_imports() -> None:
+    modules = {name.replace("-", "_") for name in installed_by("others")}
+    assert set(conftest.OTHERS) <= modules
 
 
 def test_the_doctor_looks_for_every_extra_but_its_own() -> None:

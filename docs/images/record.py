@@ -4,7 +4,8 @@
     .venv/bin/python docs/images/record.py demo chat  these
 
 Each command of the table really runs, on a terminal of its own with the default model; what it
-prints is drawn unchanged, but for names of folders. The pictures load no fonts from elsewhere.
+prints is drawn unchanged, but for names of folders. So does the first Python of the README, which
+stands beside its picture. The pictures load no fonts from elsewhere.
 """
 
 from __future__ import annotations
@@ -40,12 +41,24 @@ QUESTION = "Why is the sky blue?"
 @dataclass(frozen=True)
 class Picture:
     """`shown` is the command line above what the program prints that `everystep` with `arguments`
-    is; `typed` are lines for its prompts."""
+    is; `typed` are lines for its prompts. Where there is `code`, Python runs it instead."""
 
     shown: str
-    arguments: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
     typed: tuple[str, ...] = ()
     columns: int = 88
+    code: str | None = None
+
+    @property
+    def command(self) -> list[str]:
+        """The program and its arguments."""
+        run = ["-m", "everystep"] if self.code is None else ["-c", self.code]
+        return [sys.executable, *run, *self.arguments]
+
+
+def first_python(document: Path) -> str:
+    """The first block of Python in a document."""
+    return document.read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
 
 
 PICTURES: Mapping[str, Picture] = {
@@ -67,6 +80,7 @@ PICTURES: Mapping[str, Picture] = {
             "/exit",
         ),
     ),
+    "step": Picture("python step.py", columns=60, code=first_python(ROOT / "README.md")),
     "info": Picture("everystep info", ("info",), columns=112),
     "bench": Picture("everystep bench", ("bench",)),
     "doctor": Picture(
@@ -81,7 +95,7 @@ def recorded(picture: Picture) -> str:
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 40, picture.columns, 0, 0))
     with tempfile.TemporaryDirectory() as history:
         process = subprocess.Popen(
-            [sys.executable, "-m", "everystep", *picture.arguments],
+            picture.command,
             cwd=ROOT,
             stdin=terminal,
             stdout=terminal,
@@ -94,7 +108,7 @@ def recorded(picture: Picture) -> str:
         shown = conversation(reader, picture.typed)
         os.close(reader)
         if process.wait() != 0:
-            raise SystemExit(f"everystep {picture.arguments[0]} failed:\n{shown}")
+            raise SystemExit(f"{picture.shown} failed:\n{shown}")
     return shown.replace(history, "~/.cache")
 
 

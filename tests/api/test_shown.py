@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +25,8 @@ SCRIPT = "<script>alert('x')</script>"
 IDS = torch.tensor([[5, 6, 7]])
 
 
-def foreign() -> Any:
-    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+def foreign(**options: Any) -> Any:
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, **options}
     return LlamaForCausalLM(LlamaConfig(vocab_size=320, num_attention_heads=2, **small))
 
 
@@ -40,6 +41,17 @@ def test_a_model_says_what_it_is() -> None:
 
 def test_the_weights_that_a_model_counts_are_all_it_has() -> None:
     assert sum(weight.numel() for weight in MODEL.state_dict().values()) == 36_000
+    assert MODEL.num_parameters() == 36_000
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_counted_as_by_transformers(tied: bool, tmp_path: Path) -> None:
+    module = foreign(tie_word_embeddings=tied)
+    module.save_pretrained(tmp_path)
+    own = es.load_model(tmp_path)
+    packed = es.load_model(tmp_path, quantize="int8")
+    counts = [one.num_parameters() for one in (own, packed, es.wrap(module))]
+    assert counts == [module.num_parameters()] * 3
 
 
 def test_a_tokenizer_says_what_it_is() -> None:

@@ -9,16 +9,19 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from tests.conftest import OTHERS
 from tests.reading import ROOT, project_files
 
 FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 LINK = re.compile(r"(?<!\!)\[[^\]]*\]\((?P<target>[^)\s]+)\)|!\[[^\]]*\]\((?P<image>[^)\s]+)\)")
 LOADING = re.compile(r"\bload\(|smollm2", re.I)
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 ELSEWHERE = ("http://", "https://", "mailto:")
 
 
@@ -83,6 +86,7 @@ def python_guides() -> list[Any]:
         code = blocks(path.read_text(encoding="utf-8"), "python")
         loads = any(LOADING.search(block.text) for block in code)
         marks = [pytest.mark.model] if loads else []
+        marks += [pytest.mark.others] * (path.stem == "with-other-programs")
         found.append(pytest.param(path, marks=marks, id=path.name))
     return found
 
@@ -101,6 +105,49 @@ def test_python_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     found = blocks(path.read_text(encoding="utf-8"), "python")
     monkeypatch.chdir(tmp_path)
     run_python(path, found)
+
+
+def test_other_programs_are_those_that_their_page_imports() -> None:
+    page = ROOT / "docs" / "guide" / "with-other-programs.md"
+    code = "".join(block.text for block in blocks(page.read_text(encoding="utf-8"), "python"))
+    compile(code, str(page), "exec")  # where the programs are missing it does not run
+    imported = set(re.findall(r"^(?:import|from) (\w+)", code, re.M))
+    assert imported - {"everystep", "transformers", "typing", "langchain_core"} == set(OTHERS)
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_fits_its_column(path: Path) -> None:
+    """docs/images/site.css makes the column this wide."""
+    text = path.read_text(encoding="utf-8")
+    typed = [one for block in blocks(text, "bash") for one in commands(block)]
+    typed += [block.text for block in blocks(text, "python")]
+    assert [line for one in typed for line in one.splitlines() if len(line) > 100] == []
+
+
+@pytest.mark.parametrize("path", guides(), ids=lambda path: path.name)
+def test_an_installation_takes_the_build_for_cpus_first(path: Path) -> None:
+    """Without it pip takes CUDA's build, several GB."""
+    for block in blocks(path.read_text(encoding="utf-8"), "bash"):
+        lines = [line for line in block.text.splitlines() if line.startswith("pip install")]
+        if any('"' + ".[cli" in line for line in lines):
+            assert lines[0].startswith(f"pip install torch --index-url {CPU_INDEX} ")
+
+
+def test_the_container_has_what_it_copies_and_the_torch_of_the_tests() -> None:
+    text = (ROOT / "Containerfile").read_text(encoding="utf-8")
+    environment = (ROOT / "scripts" / "environment").read_text(encoding="utf-8")
+    (torch,) = re.findall(r"^torch_version=(\S+)", environment, re.M)
+    assert f"torch=={torch}" in text and f"TORCH_INDEX={CPU_INDEX}\n" in text
+    copied = [name for line in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.M)
+              for name in line.split()]  # fmt: skip
+    assert {"pyproject.toml", "setup.py", "src"} <= set(copied)
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+    kept = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert {line[1:] for line in kept if line.startswith("!")} == set(copied)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (extras,) = re.findall(r'"\.\[(.+)\]"', text)
+    assert set(extras.split(",")) <= set(project["optional-dependencies"])
+    assert {project["readme"], *project["license-files"]} <= set(copied)
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))

@@ -53,6 +53,17 @@ def test_the_demo_is_the_command_that_is_drawn(script: Any) -> None:
     assert f'bin/everystep" {command} ' in last and question in last
 
 
+def test_the_picture_of_a_step_is_of_the_program_beside_it(script: Any) -> None:
+    front = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert 0 < front.index(script.PICTURES["step"].code) < front.index("(docs/images/step.svg)")
+    drawn = (IMAGES / "step.svg").read_text(encoding="utf-8").replace("&#160;", " ")
+    assert "position 0: " in drawn and "drawn: " in drawn and re.search(r"\*  \d+\.\d\d% ", drawn)
+
+
+def test_code_is_recorded_as_a_program(script: Any) -> None:
+    assert script.recorded(script.Picture("python a.py", code="print(6 * 7)")) == "42\n"
+
+
 def test_a_command_is_recorded_with_what_is_typed(script: Any) -> None:
     shown = script.recorded(script.Picture("", ("completion", "bash")))
     assert "complete -o bashdefault" in shown

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import json
 import re
 import subprocess
 import sys
@@ -66,6 +68,28 @@ def test_troubleshooting_says_what_a_class_is(kind: type[es.EverystepError]) -> 
     assert [name for name in builtin if name != "Exception" and f"`{name}`" not in text] == []
 
 
+# --- the front page -------------------------------------------------------------------------------
+
+
+def test_the_front_page_begins_with_installing_code_a_picture_and_no_list() -> None:
+    front = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    begins = ("pip install torch --index-url", 'pip install ".[cli', "```python", "run.explain(")
+    places = [front.index(one) for one in (*begins, "](docs/images/step.svg)")]
+    assert places == sorted(places)
+    code = front.partition("```python\n")[2].partition("```")[0].splitlines()
+    assert len(code) <= 12 and max(map(len, code)) <= 60, "it stands beside the picture"
+    assert re.findall(r"^[-*] ", front, re.M) == []
+
+
+def test_names_in_tables_are_not_broken() -> None:
+    """The theme breaks code wherever its cell is narrow, as in `max_lengt h` on a phone."""
+    style = (ROOT / "docs" / "images" / "site.css").read_text(encoding="utf-8")
+    cells = dict(re.findall(r"^(\S.*? td\S* code) \{(.*)\}$", style, re.M))
+    rule = cells[".md-typeset table:not([class]) td code"]
+    assert "overflow-wrap: normal" in rule and "word-break: normal" in rule
+    assert not any("anywhere" in one or "break-word" in one for one in cells.values())
+
+
 # --- the site -------------------------------------------------------------------------------------
 
 
@@ -118,6 +142,37 @@ def test_search_knows_pages_of_every_kind(site: Path) -> None:
     index = (site / "search" / "search_index.json").read_text(encoding="utf-8")
     for place in ("index.html", "guide/web.html", "reference/generating.html", "laws.html"):
         assert f'"location":"{place}' in index, place
+
+
+@pytest.mark.slow
+def test_search_ranks_guides_above_pages_for_developers(site: Path) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    boosts: dict[str, set[float]] = {}
+    for one in index["docs"]:
+        boosts.setdefault(one["location"].partition("#")[0], set()).add(one.get("boost", 1.0))
+    guides = {place for place in boosts if place.startswith("guide/")}
+    walks = {place for place in guides if "walkthrough" in place}
+    lowest = min(min(boosts[place]) for place in guides - walks)
+    developers = {*walks, "requirements.html", "parts.html", "log.html", "reliability.html"}
+    developers |= {place for place in boosts if place.startswith("decisions/")}
+    assert len(developers) > 50 and developers <= set(boosts)
+    assert all(max(boosts[place]) < lowest / 2 for place in developers)
+
+
+@pytest.mark.slow
+def test_signatures_are_laid_out_over_lines(site: Path) -> None:
+    page = (site / "reference" / "generating.html").read_text(encoding="utf-8")
+    shown = page.partition('id="everystep.generate"')[2].partition("</code></pre>")[0]
+    lines = html.unescape(re.sub("<[^>]+>", "", shown.rpartition("<code>")[2])).splitlines()
+    assert lines[0] == "generate(" and len(lines) > 6
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.slow
+def test_the_front_page_has_code_beside_its_picture(site: Path) -> None:
+    front = (site / "index.html").read_text(encoding="utf-8")
+    grid = re.split(r'<div class="?grid"?>', front)[1].partition("<h2")[0]
+    assert "explain" in grid and re.search(r'src="?images/step\.svg', grid)
 
 
 @pytest.mark.slow

@@ -79,16 +79,10 @@ class LanguageModel(LoopMethods, Subject):
 
     def __repr__(self) -> str:
         """Return family, parameters, bytes by format, executor, cache and context in a line."""
-        core = self.core
-        if isinstance(core, Model):
-            shapes = (shape for _, shape in named_shapes(core))
-        else:
-            shapes = (tuple(one.shape) for _, one in self.named_parameters())
-        number = sum(math.prod(shape) for shape in shapes)
         weights = [f"{counted(size, 'B')} {name}" for name, size in self.weight_bytes.items()]
         parts = [
             str(getattr(self.config, "model_type", "unknown family")),
-            f"{counted(number)} parameters",
+            f"{counted(self.num_parameters())} parameters",
             " + ".join(weights),
             f"runs on {cut(self.runs_on)}",
             f"cache {self.cache_dtype}",
@@ -228,6 +222,15 @@ class LanguageModel(LoopMethods, Subject):
     def parameters(self) -> Iterator[Tensor]:
         """Return the same without names, as optimizers take them."""
         return (one for _, one in self.named_parameters())
+
+    def num_parameters(self) -> int:
+        """Return how many numbers the weights have, shared ones counted once."""
+        core = self.core
+        if isinstance(core, Model):
+            shapes = (shape for _, shape in named_shapes(core))
+        else:
+            shapes = (tuple(one.shape) for _, one in self.named_parameters())
+        return sum(math.prod(shape) for shape in shapes)
 
     def get_input_embeddings(self) -> Callable[[Tensor], Tensor]:
         """Return what turns ids (..., T) into the embeddings (..., T, E) that `inputs_embeds`

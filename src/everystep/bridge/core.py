@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from everystep.bridge.cache_objects import foreign_cache, is_foreign, own_cache
 from everystep.bridge.executor import ForeignExecutor
-from everystep.bridge.failures import FAILURES, failure
 from everystep.bridge.findings import Findings
 from everystep.bridge.foreign import Foreign
+from everystep.bridge.foreign_errors import FAILURES, failure
 from everystep.bridge.named_inputs import Media, batched, declared, placed
 from everystep.bridge.own_inputs import prepares, reads_any_id
 from everystep.bridge.trial import examine

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everystep.bridge.answers import answer_of, early_of
-from everystep.bridge.failures import FAILURES, failure, named
 from everystep.bridge.findings import Findings
 from everystep.bridge.foreign import Foreign
+from everystep.bridge.foreign_errors import FAILURES, failure, named
 from everystep.bridge.forward_arguments import Block, arguments, kind_of, step_of
 from everystep.bridge.named_inputs import declared
 from everystep.bridge.own_inputs import Carried, carries, require_new

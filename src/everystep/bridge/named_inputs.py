@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.bridge.failures import FAILURES, refused
 from everystep.bridge.foreign import Foreign
+from everystep.bridge.foreign_errors import FAILURES, refused
 from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.types import InputSpec, Prompt
 

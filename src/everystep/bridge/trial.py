@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from everystep.bridge.executor import ForeignExecutor
-from everystep.bridge.failures import FAILURES, failure
 from everystep.bridge.findings import Findings
 from everystep.bridge.foreign import Foreign, library
+from everystep.bridge.foreign_errors import FAILURES, failure
 from everystep.bridge.sheets import is_kept, is_linear, layers_of
 from everystep.errors import ModelClassError, UnsupportedError
 from everystep.nn.modes import ordinary_mode

@@ -167,7 +167,9 @@ def _read_content(
     if array is not None:
         tokens = [one.token for one in subject.prompt_inputs if one.token is not None]
         known = array[~np.isin(array, tokens)] if tokens else array
-        require_known(known, subject.known_ids if found is None else None, name)
+        core, size = subject.core, subject.vocab_size
+        most = core.known_ids if isinstance(core, ForeignModel) else size
+        require_known(known, most if found is None else None, name)
         if found is None or array.shape[1]:
             return array, found, pad
     return None, found, pad

@@ -100,12 +100,6 @@ class Subject(Protocol):
         return self.core.vocab_size
 
     @property
-    def known_ids(self) -> int | None:
-        """The number of ids that a prompt may hold; None where a wrapped model knows more."""
-        core = self.core
-        return core.known_ids if isinstance(core, ForeignModel) else core.vocab_size
-
-    @property
     def width(self) -> int:
         """The size of its hidden states, and of the embeddings that it reads."""
         return int(self.core.network.spec.width)
@@ -117,10 +111,18 @@ class Subject(Protocol):
 
     @property
     def context(self) -> int | None:
-        """The longest sequence the model was made for."""
+        """The longest sequence the model was made for.
+
+        That is longer than it was trained with where its rope grows with the length, while of every
+        other kind files count what it leads to.
+        """
         config = self.core.config
         most = getattr(config, "max_position_embeddings", self.core.network.most_positions)
-        return None if most is None else int(most * _reach(config))
+        rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+        if most is None or not isinstance(rope, Mapping):
+            return most
+        grows = "dynamic" in (rope.get("rope_type"), rope.get("type"))
+        return int(most * rope.get("factor", 1.0)) if grows else most
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -148,13 +150,3 @@ class Subject(Protocol):
     def is_encoder_decoder(self) -> bool:
         """True where an encoder reads the prompt."""
         return bool(getattr(self.core.config, "is_encoder_decoder", False))
-
-
-def _reach(config: Any) -> float:
-    """Return how many times the positions that a model was trained with it was made for: dynamic
-    scaling of its rope leads beyond them, while files count what every other kind leads to."""
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = getattr(config, key, None)
-        if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) == "dynamic":
-            return float(rope.get("factor", 1.0))
-    return 1.0

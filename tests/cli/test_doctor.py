@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import platform
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import everystep as es
 from everystep.cli import machine, machine_findings, model_findings
 from everystep.cli.machine_findings import Finding
 from everystep.executors.native.library import Status
@@ -38,6 +41,15 @@ def test_a_machine_has_a_finding_of_each_kind(cache: Path, call: Caller) -> None
     assert found["memory speed"]["found"] == "10.0 GB/s"
     assert found["default model"]["do"] == "everystep pull"  # the cache folder is empty
     assert all(one["do"] for one in found.values() if one["verdict"] == "problem")
+
+
+def test_a_report_of_a_fault_has_all_versions(call: Caller) -> None:
+    found = found_of(call)
+    assert list(found)[:3] == ["everystep", "python", "libraries"]
+    assert found["everystep"]["found"] == es.__version__
+    assert platform.python_version() in found["python"]["found"]
+    for name in ("torch", "numpy", "tokenizers", "safetensors"):
+        assert f"{name} {metadata.version(name)}" in found["libraries"]["found"]
 
 
 def test_the_table_has_what_the_document_has(call: Caller) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from typing import Literal
 
 import torch
 
-from everystep.cli.machine import EXTRAS, devices, threads, version_of
+from everystep._version import __version__
+from everystep.cli.machine import EXTRAS, LIBRARIES, devices, threads, version_of
 from everystep.errors import EverystepError
 from everystep.executors.native import status
 from everystep.executors.native.build import COMMAND, compiler, fitting_sets
@@ -40,6 +42,7 @@ def machine_findings(speed: float, offline: bool) -> list[Finding]:
     """Return everything about the machine; `speed`: bytes of memory per second."""
     settings = SourceSettings.from_environment()
     return [
+        *_versions(),
         _processor(),
         _threads(settings),
         _memory(),
@@ -51,6 +54,17 @@ def machine_findings(speed: float, offline: bool) -> list[Finding]:
         _default_model(),
         _network(settings, offline),
         _token(),
+    ]
+
+
+def _versions() -> list[Finding]:
+    """Return what a report of a fault has to say beside what was called."""
+    parts = (f"{name} {version_of(name)}" for name in LIBRARIES if version_of(name) is not None)
+    python = f"{platform.python_version()} on {platform.platform()}"
+    return [
+        Finding("everystep", "ok", __version__),
+        Finding("python", "ok", python),
+        Finding("libraries", "ok", ", ".join(parts)),
     ]
 
 

@@ -20,6 +20,7 @@ from everystep.errors import (
     UnsupportedError,
 )
 from everystep.files.model_folder import open_folder
+from everystep.strategies.constraints import PhrasalConstraint
 from tests.config.values import DEFAULTS, GREEN, SYNTHID, VALUES
 
 # --- files ----------------------------------------------------------------------------------------
@@ -191,8 +192,18 @@ def test_a_missing_file_is_its_own_error(tmp_path: Path) -> None:
         GenerationConfig.from_pretrained(tmp_path)
 
 
-def test_what_json_cannot_hold_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    config = GenerationConfig(compile_config=CompileConfig(backend=print))
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"compile_config": CompileConfig(backend=print)},
+        {"constraints": [PhrasalConstraint([5])], "num_beams": 2},
+    ],
+    ids=lambda values: next(iter(values)),
+)
+def test_what_json_cannot_hold_is_refused_and_leaves_nothing(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    config = GenerationConfig(**values)
     with pytest.raises(RequestError, match="cannot be written as JSON"):
         config.save_pretrained(tmp_path)
     assert list(tmp_path.iterdir()) == []

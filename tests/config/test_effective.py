@@ -213,6 +213,11 @@ def test_values_of_a_checkpoint_cause_no_notices(values: dict[str, Any]) -> None
     assert merge_configs(call, inherited).notices == ()
 
 
+@pytest.mark.parametrize("values", [*CONFLICTS, *NOTICES])
+def test_a_checkpoint_contradicts_itself_without_a_word(values: dict[str, Any]) -> None:
+    assert merge_configs({}, None, GenerationConfig.from_checkpoint(values)).notices == ()
+
+
 @pytest.mark.parametrize("values", NOTICES)
 def test_a_value_without_effect_is_a_notice(values: dict[str, Any]) -> None:
     (notice,) = merge_configs(values).notices

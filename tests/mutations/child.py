@@ -2,8 +2,8 @@
 
     python -m tests.mutations.child FOLDER FORMAT SEED FIRST END
 
-Input number n of a seed is always the same. Before each one its number is in the file FOLDER/at, so
-that whoever started this knows which one ended it. What is found is printed as JSON.
+The seed and n decide how input number n is broken. Before each one its number is in the file
+FOLDER/at, so that whoever started this knows which one ended it. What is found is printed as JSON.
 """
 
 from __future__ import annotations

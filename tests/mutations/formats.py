@@ -112,15 +112,15 @@ def _whole_gguf(folder: Path) -> Format:
     }
     metadata["tokenizer.ggml.tokens"] = [*tokens, "ab"]
     metadata["tokenizer.ggml.token_type"].append(1)
-    rows = len(tokens) + 1
-    tensors = {"token_embd.weight": ("Q8_0", torch.randn(rows, width))}
+    rows, random = len(tokens) + 1, torch.Generator().manual_seed(15)
+    tensors = {"token_embd.weight": ("Q8_0", torch.randn(rows, width, generator=random))}
     tensors["output_norm.weight"] = ("F32", torch.ones(width))
     for layer in range(layers):
         shapes = {"attn_q": (width, width), "attn_k": (16, width), "attn_v": (16, width)}
         shapes |= {"attn_output": (width, width), "ffn_down": (width, hidden)}
         shapes |= {"ffn_gate": (hidden, width), "ffn_up": (hidden, width)}
         for name, shape in shapes.items():
-            tensors[f"blk.{layer}.{name}.weight"] = ("Q8_0", torch.randn(shape))
+            tensors[f"blk.{layer}.{name}.weight"] = ("Q8_0", torch.randn(shape, generator=random))
         for name in ("attn_norm", "ffn_norm"):
             tensors[f"blk.{layer}.{name}.weight"] = ("F32", torch.ones(width))
     return Format(gguf_bytes(metadata, tensors), BYTES, path, partial(_whole, path))

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutations.formats import WEIGHTS, formats
+from tests.mutations.child import broken
+from tests.mutations.formats import WEIGHTS, Format, formats
+from tests.mutations.mutators import BYTES
 from tests.reading import ROOT
 
 SEED = 15
@@ -49,6 +51,14 @@ def read_all(folder: Path, name: str, first: int, end: int) -> tuple[Counter[str
 def test_every_format_has_a_share(tmp_path: Path) -> None:
     assert {*WEIGHTS} == {*formats(tmp_path)}
     assert FEW * sum(WEIGHTS.values()) > 5000 and MANY * sum(WEIGHTS.values()) > 200_000
+
+
+def test_seed_and_number_decide_how_an_input_is_broken(tmp_path: Path) -> None:
+    whole = Format(bytes(range(256)) * 4, BYTES, tmp_path / "a", lambda: None)
+    first, again, other = (
+        [broken(whole, seed, number) for number in range(50)] for seed in (SEED, SEED, SEED + 1)
+    )
+    assert first == again != other and len({*first}) > 40
 
 
 @pytest.mark.parametrize("name", WEIGHTS)

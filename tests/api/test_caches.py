@@ -63,6 +63,21 @@ def test_static_caches_are_the_references(family: str, way: str) -> None:
     same_room(mine, theirs, mine.get_seq_length(), 2 if way == "padded" else 0)
 
 
+@pytest.mark.parametrize("way", STATIC)
+@pytest.mark.parametrize("family", ["llama", "windows", "t5"])
+def test_a_static_cache_changes_no_token(family: str, way: str) -> None:
+    if family == "t5" and way in ("padded", "chunked"):
+        pytest.skip("the prompts are not for an encoder")
+    model = MODELS[family][1]
+    own = ("cache_implementation", "max_cache_len")
+    dynamic = {name: value for name, value in STATIC[way].items() if name not in own}
+    told = []
+    for options in (STATIC[way], dynamic):
+        torch.manual_seed(3)
+        told.append(run(model, **options).sequences)
+    assert torch.equal(*told)
+
+
 def test_a_dynamic_cache_is_the_usual_one() -> None:
     for kind in ("dynamic", "hybrid"):
         reference, ours = (run(model, cache_implementation=kind) for model in MODELS["windows"])

@@ -102,7 +102,7 @@ def test_positions_may_come_from_a_function(way: str) -> None:
     options = {**WAYS, "beams": {"num_beams": 3}}[way]
     given = {"max_new_tokens": 6, **QUIET, **options}
     out = MODEL.generate(IDS, position_ids=every_second, **given)
-    assert set(asked) == {13}  # all positions that may come, before the first forward
+    assert asked == [13, 13]  # once for each row: all positions that may come
     if way == "beams":
         uncached = MODEL.generate(IDS, position_ids=every_second, **given, use_cache=False)
         assert torch.equal(out, uncached)
@@ -240,6 +240,17 @@ def test_holes_among_many_prompts() -> None:
     told = es.generate(MODEL, None, [*prompts, IDS[0].tolist()], max_new_tokens=6, **QUIET)
     assert told[:2] == [ended(row) for row in batch[:, 7:]]
     assert told[2] == es.generate(MODEL, None, IDS[0], max_new_tokens=6, **QUIET)
+
+
+def test_a_mapping_without_a_mask_is_read_whole() -> None:
+    """Pads among its ids too, which a rectangle would take for padding."""
+    ids = torch.tensor([5, 0, 23, 0])
+    assert QUIET["pad_token_id"] == 0
+    told = es.generate(MODEL, None, {"input_ids": ids}, max_new_tokens=6, **QUIET)
+    ones = torch.ones(1, 4, dtype=torch.long)
+    whole = MODEL.generate(ids[None], attention_mask=ones, max_new_tokens=6, **QUIET)
+    assert told == ended(whole[0, 4:])
+    assert told != ended(MODEL.generate(ids[None], max_new_tokens=6, **QUIET)[0, 4:])
 
 
 def test_a_row_that_is_masked_whole_is_refused() -> None:

@@ -180,11 +180,14 @@ class TestImages:
         for own, their in zip(ours.logits, theirs.logits, strict=True):
             torch.testing.assert_close(own.double(), their.double(), rtol=1e-6, atol=1e-6)
 
-    def test_an_image_is_encoded_once_for_all_beams(self) -> None:
+    @pytest.mark.parametrize(
+        "asked", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3, "seed": 1}]
+    )
+    def test_an_image_is_encoded_once_for_all_sequences(self, asked: dict[str, Any]) -> None:
         model, seen = pictures(), []
         handle = model.model.visual.register_forward_hook(lambda *_: seen.append(1))
         try:
-            es.wrap(model).generate(**batch(), max_new_tokens=6, num_beams=3)
+            es.wrap(model).generate(**batch(), max_new_tokens=6, **asked)
         finally:
             handle.remove()
         assert len(seen) == 2  # once per row

@@ -199,6 +199,20 @@ class Says(Hook):
         return self.after(step)
 
 
+@pytest.mark.parametrize("budget", [4, 256])
+def test_a_prompt_is_one_step_however_it_is_fed(budget: int) -> None:
+    asked: list[list[int]] = []
+
+    def before(step: BeforeStep) -> None:
+        asked.append([*step.positions])
+
+    own = request("greedy", Says(before=before), stops=(MaxLength(len(PROMPT) + 3),))
+    run(own, engine(budget=budget))
+    prompt = [*range(len(PROMPT))]
+    assert [one for one in asked if one != prompt] == [[len(PROMPT)], [len(PROMPT) + 1]]
+    assert asked[0] == prompt
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_forced_tokens_come_next_and_are_no_choice(way: str) -> None:
     words = [3, 9, 9, 2]

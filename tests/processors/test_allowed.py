@@ -101,6 +101,26 @@ def test_a_row_of_scores_keeps_what_may_follow_and_nothing_else() -> None:
         assert bool(live.all())  # in rising order, as lists of processors are
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("how", ["a set", "a function"])
+def test_what_stands_before_it_may_leave_nothing(
+    model: LanguageModel, how: str, beams: int
+) -> None:
+    """Then all that is allowed is equal; what stands behind it leaves nothing to choose."""
+    given: dict[str, Any] = {"input_ids": PROMPT, "attention_mask": MASK, "num_beams": beams}
+    given |= {**QUIET, "return_dict_in_generate": True, "output_scores": True}
+    if how == "a set":
+        given["allowed_sequences"] = SEQUENCES
+    else:
+        given["prefix_allowed_tokens_fn"] = function(SEQUENCES, 3)
+    found = model.generate(**given, bad_words_ids=[[11], [20], [30]])
+    kept = found.scores[0].isfinite()
+    assert [row.nonzero()[:, 0].tolist() for row in kept] == [[11, 20, 30]] * 2 * beams
+    assert all(len({*row[at].tolist()}) == 1 for row, at in zip(found.scores[0], kept, strict=True))
+    with pytest.raises(RequestError, match="no token can be"):
+        model.generate(**given, suppress_tokens=[11, 20, 30])
+
+
 def test_many_sequences_are_compiled_into_arrays() -> None:
     generator = np.random.default_rng(0)
     sequences = [generator.integers(0, 5000, 6).tolist() for _ in range(20_000)]

@@ -20,7 +20,7 @@ MORE = torch.tensor([[8, 44, 19], [61, 3, 50]])
 PADDED_IDS = torch.tensor([[5, 9, 23, 41, 7, 80], [0, 0, 60, 2, 71, 15]])
 PADDED = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
-QUIET = {"pad_token_id": 0, "eos_token_id": 96, "decoder_start_token_id": 0}
+QUIET = {"pad_token_id": 0, "eos_token_id": 96}
 
 
 def pair(family: str, **changes: Any) -> tuple[Any, LanguageModel]:
@@ -28,9 +28,11 @@ def pair(family: str, **changes: Any) -> tuple[Any, LanguageModel]:
     torch.manual_seed(1)
     if family == "t5":
         reference = reference_t5(torch.float64, **changes)
+        reference.generation_config.decoder_start_token_id = 0
     else:
         reference = reference_decoder(family, torch.float64, **changes)
     config = es.GenerationConfig.from_model_config(reference.config)
+    config.decoder_start_token_id = reference.generation_config.decoder_start_token_id
     return reference, LanguageModel(built(reference), config)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 
 class EverystepError(Exception):
-    """Base of every error that the library raises on purpose.
+    """Base of the library's errors.
 
     `results`: where one prompt of several failed, what became of each of them, in their order.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from functools import cache
 from typing import Any
@@ -98,6 +99,18 @@ def test_heuristic_drafts_grow_while_they_are_right() -> None:
         steps.append(60 - out.speculation["accepted"] / 3)
     # 1, 3, 5, ... against 1, 1, 1, ...
     assert steps == [30, 8]
+
+
+@pytest.mark.parametrize("schedule", ["heuristic", "heuristic_transient"])
+def test_heuristic_drafts_start_anew_with_every_call(schedule: str) -> None:
+    drafter = tiny_llama(seed=1, num_hidden_layers=3)
+    before = copy.copy(drafter.generation_config)
+    options = {**ROWS, **OUT, "assistant_model": drafter, "num_assistant_tokens": 1}
+    options |= {"assistant_confidence_threshold": 0.0, "num_assistant_tokens_schedule": schedule}
+    first, second = (model().generate(**options).speculation for _ in range(2))
+    assert 0 < first["drafted"] == second["drafted"]
+    assert first["accepted"] == second["accepted"]
+    assert drafter.generation_config == before
 
 
 def test_the_assistants_own_configuration_says_how_it_drafts() -> None:

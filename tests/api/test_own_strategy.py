@@ -144,6 +144,15 @@ def test_it_goes_with_drafts_and_samplers(kind: Any, model: LanguageModel) -> No
     assert best.new_tokens == [by_the_book(model, 0.0)]
 
 
+def test_it_draws_alike_in_any_batch(kind: Any, model: LanguageModel) -> None:
+    asked = {**ASKED, "strategy": kind(0.2)}
+    prompts = [IDS, IDS[:3], IDS[::-1]]
+    together = es.generate(model, None, prompts, **{**asked, "seed": [3, 4, 5]})
+    for prompt, seed, found in zip(prompts, (3, 4, 5), together, strict=True):
+        assert es.generate(model, None, [prompt], **{**asked, "seed": [seed]}) == [found]
+    assert es.generate(model, None, [IDS], **{**asked, "seed": [9]}) != together[:1]
+
+
 def test_a_search_of_the_callers_is_one(model: LanguageModel) -> None:
     """Any value with the members will do, also one of the library's classes."""
     asked = {**ASKED, "return_dict_in_generate": True}

@@ -19,6 +19,7 @@ from everystep.errors import CapacityError, RequestError, UnsupportedError
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 from tests.api.runs import PLAIN, PROMPT, SINGLE, STRATEGIES, TOKENIZER, engine_of, opened, take
+from tests.executors.models import family_model
 
 
 @pytest.fixture(scope="module", params=["torch", "native"])
@@ -181,6 +182,33 @@ def test_what_is_taken_back_is_drawn_again(model: LanguageModel, name: str) -> N
         assert run.result() == wanted
         assert "".join(step.text or "" for step in steps) in wanted.text
         audit(engine_of(run))
+
+
+RIGID: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "windows": ("mistral", {"sliding_window": 5}, {}),
+    "states": ("mamba", {"state_size": 4}, {}),
+    "codes": ("llama", {}, {"cache_implementation": "quantized"}),
+}
+
+
+@pytest.mark.parametrize("kind", RIGID)
+def test_rows_that_cannot_be_cut_are_fed_again(kind: str) -> None:
+    """Greedy, so that a run that begins with those ids says what comes next."""
+    family, config, more = RIGID[kind]
+    model = LanguageModel(family_model(family, **config), executor="torch")
+    ids, asked = [5, 9, 23, 1, 7, 30, 12, 8], {**PLAIN, **more}
+    wanted = es.open(model, None, ids, **asked).result().tokens
+    run = es.open(model, None, ids, **asked)
+    list(run)
+    fed = engine_of(run).counts.fed
+    run.rewind(4)
+    assert run.result().tokens == wanted
+    assert engine_of(run).counts.fed - fed >= len(ids) + 8
+    run.rewind(4)
+    run.edit(2, [11])
+    anew = es.open(model, None, [*ids, *wanted[:2], 11, *wanted[3:8]], **asked)
+    assert take(run, 1)[0].tokens == take(anew, 1)[0].tokens
+    audit(engine_of(run))
 
 
 def test_only_what_follows_an_edit_is_fed_again(model: LanguageModel) -> None:

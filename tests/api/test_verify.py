@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import everystep as es
+from everystep.api.verify import Comparison
 from everystep.bridge.reference import Reference
 from everystep.errors import EverystepError, FormatError, RequestError, UnsupportedError
 from everystep.testing.tokenizer import tiny_tokenizer
@@ -83,6 +84,33 @@ def test_what_was_found_is_shown_in_short(folder: Path) -> None:
     assert "same greedy tokens 5 of 5" in repr(one) and len(repr(one)) < 200
     table = found._repr_html_()
     assert table.count("<tr>") == 2 and ">same best token</th>" in table and "5 of 5" in table
+
+
+def compared(margin: float = 1.0) -> Comparison:
+    """Three positions; at the second one another token is the best."""
+    return Comparison(
+        form="as it runs",
+        differences=torch.tensor([0.0, 1e-4, 2e-4]),
+        divergence=torch.zeros(3),
+        agrees=torch.tensor([True, False, True]),
+        margins=torch.tensor([1.0, margin, 1.0]),
+        tokens=(5, 6, 7, 8),
+        wanted=(5, 9, 7, 8),
+        largest=10.0,
+        rounded=False,
+    )
+
+
+@pytest.mark.parametrize(("margin", "verdict"), [(1e-3, "equal"), (3e-3, "different")])
+def test_a_best_token_counts_where_the_two_best_are_apart(margin: float, verdict: str) -> None:
+    assert compared(margin).verdict == verdict
+
+
+def test_figures_are_over_all_positions() -> None:
+    figures = compared().summary()
+    assert figures["largest difference"] == pytest.approx(2e-4)
+    assert figures["same best token"] == "2 of 3"
+    assert figures["same greedy tokens"] == "1 of 4"  # before the first difference
 
 
 def test_the_picture_has_a_dot_for_each_position(folder: Path) -> None:

@@ -276,10 +276,20 @@ def test_a_tokenizer_of_the_reference_will_do() -> None:
     assert both[0] is not None and both[1] is not None and (both[0] == both[1]).all()
 
 
-def test_special_tokens_are_allowed_by_name_alone() -> None:
+@pytest.mark.parametrize(
+    ("kind", "value", "before"),
+    [
+        ("grammar", "start: /.*/", ""),
+        ("regex", ".*", ""),
+        ("schema", {"type": "string"}, '"'),
+        ("choices", ["<|im_start|>a"], ""),
+    ],
+)
+def test_special_tokens_are_allowed_by_name_alone(kind: Kind, value: Any, before: str) -> None:
     own = tiny_tokenizer()
-    free = grammar_of(own, 320, "grammar", "start: /.*/").matcher.deep_copy()
-    marks = own.encode("<|im_start|>")
+    marks, begun = own.encode("<|im_start|>"), own.encode(before)
+    free = grammar_of(own, 320, kind, value).matcher.deep_copy()
+    assert free.try_consume_tokens(begun) == len(begun)
     assert len(marks) == 1 and free.try_consume_tokens(marks) == 0
     named = grammar_of(own, 320, "grammar", 'start: <|im_start|> "a"')
     assert named.matcher.deep_copy().try_consume_tokens([*marks, *own.encode("a")]) == 2

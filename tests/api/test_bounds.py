@@ -109,11 +109,12 @@ def test_lengths_beyond_the_context_are_said_in_every_call(call: str) -> None:
 def test_a_rope_that_grows_leads_beyond_the_trained_positions() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0}
     model = tiny_llama(vocab_size=320, max_position_embeddings=64, rope_scaling=rope)
-    assert model.context == 128
+    assert (model.context, model.reach) == (64, 128)
     ids = [*range(3, 103)]
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    (found,) = es.generate(model, None, [ids], **options)
-    whole = model.generate(torch.tensor([ids]), pad_token_id=0, **options)
+    with pytest.warns(UserWarning, match="leads beyond what the model was made for"):
+        (found,) = es.generate(model, None, [ids], **options)
+        whole = model.generate(torch.tensor([ids]), pad_token_id=0, **options)
     assert found == whole[0, 100:].tolist()
     with pytest.raises(OversizeError, match="wanted fewer than 128 tokens; got 128"):
         es.generate(model, None, [[3] * 128], **options)

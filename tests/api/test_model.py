@@ -216,7 +216,7 @@ def test_a_cache_of_both_halves_is_kept_unless_it_is_not_wanted() -> None:
 @torch.no_grad()
 def test_loops_and_calls_take_turns_with_it() -> None:
     ours = MODELS["t5"][1]
-    options = {"max_new_tokens": 4, "eos_token_id": 96, "decoder_start_token_id": 0}
+    options = {"max_new_tokens": 4, "eos_token_id": 96}
     whole = ours.generate(IDS, **options)
     past = ours(IDS, decoder_input_ids=whole[:, :2]).past_key_values
     options["max_new_tokens"] = 2

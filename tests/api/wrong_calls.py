@@ -51,7 +51,7 @@ NAMES: list[Wrong] = [
     ("kept logits", {"logits_to_keep": 2}, Absent, ["logits_to_keep", "every position"]),
     ("model defaults", {"use_model_defaults": True}, Absent, ["use_model_defaults", "checkpoint"]),
     ("images", {"pixel_values": EMBEDS}, Absent, ["pixel_values", "images", "inputs_embeds"]),
-    ("sounds", {"input_features": EMBEDS}, Absent, ["input_features", "sounds", "inputs_embeds"]),
+    ("sounds", {"input_features": EMBEDS}, Absent, ["input_features", "sounds", "Whisper"]),
     ("recurrent state", {"cache_params": object()}, Absent, ["cache_params", "input_ids"]),
     ("assistant", {"assistant_model": object()}, Class,
      ["assistant_model", "a model of this library"]),

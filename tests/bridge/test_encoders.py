@@ -278,5 +278,5 @@ def test_what_cannot_be_honoured_is_refused(case: str) -> None:
 
 
 def test_a_prompt_that_is_text_is_refused_where_images_are_read() -> None:
-    with pytest.raises(RequestError, match="a mapping with pixel_values"):
+    with pytest.raises(RequestError, match="reads pixel_values, and no text"):
         es.generate(built("image"), None, [[5, 6]], **SAID)

@@ -14,7 +14,7 @@ from tests.cli.running import Caller
         (("generate", "--temp", "1", "x"), "--temperature is the option here."),
         (("generate", "--n-predict", "3", "x"), "--max-new-tokens is the option here."),
         (("chat", "--temp", "1"), "--temperature is the option here."),
-        (("generate", "--image", "a.png", "x"), OPTIONS["image"]),
+        (("generate", "--image", "a.png", "x"), "there is no picture 'a.png'"),
         (("generate", "--raw", "x"), OPTIONS["raw"]),
         *(((name,), text) for name, text in COMMANDS.items()),
     ],

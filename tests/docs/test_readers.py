@@ -27,6 +27,10 @@ TASKS = [
     Task("compare two strategies", "compare", "Compare two strategies"),
     Task("slow", "slow", "Why is it slow?"),
     Task("save a generation and resume", "run", "Saving"),
+    Task("choose a model", "models", "Choosing a model"),
+    Task("lm-eval", "with-other-programs", "With other programs"),
+    Task("LoRA", "adapters", "LoRA adapters"),
+    Task("container", "install", "In a container"),
     Task("my model of transformers", "bridge", "Models of transformers and PEFT"),
     Task("write a processor", "processors", "Your own"),
     Task("without a network", "offline", "Offline machines"),
@@ -42,7 +46,7 @@ def test_every_row_is_a_task() -> None:
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.page)
 def test_a_task_is_one_link_away(task: Task) -> None:
     [cell] = [row[1] for row in ROWS if task.wanted in row[0]]
-    [(path, anchor)] = re.findall(r"\]\((docs/guide/\w+\.md)#?([\w-]*)\)", cell)
+    [(path, anchor)] = re.findall(r"\]\((docs/guide/[\w-]+\.md)#?([\w-]*)\)", cell)
     assert path == f"docs/guide/{task.page}.md"
     text = FENCE.sub("", (ROOT / path).read_text(encoding="utf-8"))
     headings = re.findall(r"^#+ (.+)$", text, re.M)

@@ -24,6 +24,9 @@ from everystep.nn.rounding import quantize
 from tests.cli.tiny_model import CONFIG, write_tiny_model
 from tests.models.tiny import reference_decoder, with_norms
 
+# Their tiny tokenizers have the class of a family, and not its rules.
+pytestmark = pytest.mark.filterwarnings("ignore:.*transformers replaces its rules")
+
 WIDE = {"hidden_size": 32, "intermediate_size": 64}
 
 

@@ -215,7 +215,7 @@ def _each_after(after: object, count: int) -> Sequence[PromptLike | None]:
 
 def _sizes(model: LanguageModel, window: int | None, stride: int | None) -> tuple[int, int]:
     """Return the ids of a window, and how far apart windows begin."""
-    most = model.context
+    most = model.reach
     if window is None:
         window = _WINDOW if most is None else most
     if not is_integer(window) or window < 2 or (most is not None and window > most):

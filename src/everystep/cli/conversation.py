@@ -112,16 +112,16 @@ class Conversation:
 
     def _room(self, messages: list[Message], asked: int) -> int:
         """Return the most new tokens: as many as were asked for and the model's context leaves."""
-        if self.model.context is None:
+        if self.model.reach is None:
             return asked
         ids = self.tokenizer.apply_chat_template(
             messages, tokenize=True, add_generation_prompt=True, return_dict=False
         )
-        room: int = self.model.context - len(ids)
+        room: int = self.model.reach - len(ids)
         if room <= 0:
             raise OversizeError(
                 "the conversation has become longer than the model's context",
-                wanted=f"fewer than {self.model.context} tokens",
+                wanted=f"fewer than {self.model.reach} tokens",
                 got=len(ids),
                 do="/undo takes the last answer back, /clear starts anew, /save FILE keeps all",
             )

@@ -61,7 +61,6 @@ ADVICE: Mapping[str, str] = {
 
 OPTIONS: Mapping[str, str] = {
     "raw": "`generate` continues the text itself: leave --raw out; --chat is a message.",
-    "image": "A model of documents reads a page: --page FILE. Others take pictures from Python.",
     "prompt": "The prompt is an argument: everystep generate TEXT.",
     "interactive": "`everystep chat` talks.",
     "ctx_size": "Leave it out: the context is as long as the model was made for.",

@@ -275,7 +275,7 @@ class Session:
             inputs = with_negative(self._model, passed, inputs, options.ends, scale)
         _require_one(inputs)
         before = 0 if options.prefix is None else len(options.prefix)
-        require_unfilled(before + inputs.prompt_width, self._model.context)
+        require_unfilled(before + inputs.prompt_width, self._model)
         with inference_mode():
             call = prepare(self._model, options, inputs)
             for notice in call.options.effective.notices:

@@ -283,12 +283,13 @@ def _most_new(
     return default if context is None else min(default, context - prompt)
 
 
-def require_unfilled(length: int, context: int | None) -> None:
+def require_unfilled(length: int, model: Subject) -> None:
     """Raise OversizeError where so many positions leave no room in what the model was made for."""
-    if context is not None and length >= context:
+    context = model.context
+    if context is not None and length >= context and length >= (model.reach or 0):
         raise OversizeError(
             "the prompt fills the model's context",
-            wanted=f"fewer than {context} tokens",
+            wanted=f"fewer than {model.reach} tokens",
             got=length,
             do="Shorten the prompt, or take a model with a longer context",
         )

@@ -111,13 +111,15 @@ class Subject(Protocol):
 
     @property
     def context(self) -> int | None:
-        """The longest sequence the model was made for.
+        """The longest sequence the model was made for."""
+        most: int | None = self.core.network.most_positions
+        return getattr(self.core.config, "max_position_embeddings", most)
 
-        That is longer than it was trained with where its rope grows with the length, while of every
-        other kind files count what it leads to.
-        """
-        config = self.core.config
-        most = getattr(config, "max_position_embeddings", self.core.network.most_positions)
+    @property
+    def reach(self) -> int | None:
+        """The longest sequence that prompts may fill: the context, or what a rope that grows with
+        the length (dynamic NTK) leads to, while of other kinds files count what they lead to."""
+        config, most = self.core.config, self.context
         rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
         if most is None or not isinstance(rope, Mapping):
             return most

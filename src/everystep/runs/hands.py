@@ -94,8 +94,8 @@ class Rules:
         """Return the request of a run with so many given ids, for which there is more room."""
         new, effective = self.room + given, self.options.effective
         unlimited = effective.max_new_tokens is None and effective.source("max_length") == "default"
-        if unlimited and model.context is not None:  # what the model was made for is the limit
-            new = min(new, model.context - self.first.prompt.length or new)
+        if unlimited and model.reach is not None:  # what the model was made for is the limit
+            new = min(new, model.reach - self.first.prompt.length or new)
         effective = effective.replaced("call", max_new_tokens=new)
         (made,) = prepare(model, replace(self.options, effective=effective), self.inputs).requests
         keeps, beside, strategy = is_one(made), self.first.companions, made.strategy
@@ -114,7 +114,7 @@ class Rules:
 
     def require_room(self, model: Subject, length: int) -> None:
         """Raise OversizeError where so many ids after the prompt fill the model's context."""
-        require_unfilled(self.first.prompt.length + length, model.context)
+        require_unfilled(self.first.prompt.length + length, model)
 
 
 def is_one(request: Request) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def near(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
 def test_a_decoder_shows_its_layers(name: str) -> None:
-    model = model_of(name)
+    model = copy.deepcopy(model_of(name))  # other tests have the same
     model.set_attn_implementation("eager")
     found = es.wrap(model).generate(IDS, attention_mask=(IDS != PAD).long(), **SHOWN)
     for number, row in enumerate(ROWS):
@@ -50,7 +51,7 @@ def test_a_decoder_shows_its_layers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_both_sides_show_their_layers(name: str) -> None:
-    model = model_of(name)
+    model = copy.deepcopy(model_of(name))  # other tests have the same
     model.set_attn_implementation("eager")
     ids = torch.tensor([ROWS[0], [*ROWS[1], 8, 11]])
     expected = model.generate(ids, **SHOWN)

@@ -76,13 +76,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class FakeModel:
-    """A model that has a context, and tells of itself what is shown."""
+    """A model that has a reach, and tells of itself what is shown."""
 
     weight_bytes: ClassVar = {"q4_1": 80, "q8_0": 20}
     runs_on: ClassVar = "native (avx2)"
     cache_dtype: ClassVar = "float32"
 
-    context: int | None
+    reach: int | None
     generation_config: es.GenerationConfig
     chat_defaults: ChatDefaults
 

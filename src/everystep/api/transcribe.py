@@ -123,7 +123,6 @@ def transcribe(
         if dict(options).get(name) is not None:
             raise RequestError(f"transcribe takes no {name}", got=shown(options), do=do)
     extractor = extractor or _usual_extractor(model)
-    several = isinstance(sound, list | tuple)
     listed = sound if isinstance(sound, list | tuple) else [sound]
     samples = [_samples(one, extractor) for one in listed]
     if not samples:
@@ -135,13 +134,12 @@ def transcribe(
         places = [i for i, one in enumerate(samples) if (len(one) > extractor.n_samples) is long]
         if places:
             group = [samples[place] for place in places]
-            heard = _heard(model, options, group, extractor, long=long, stamps=timestamps or long)
-            for place, (speech, one) in zip(places, heard, strict=True):
+            speech, utterances = _heard(model, options, group, extractor, timestamps or long)
+            for place, one in zip(places, utterances, strict=True):
                 seconds = len(samples[place]) / extractor.sampling_rate
                 found[place] = _transcript(one, speech, tokenizer, seconds, apart=timestamps)
-    if several:
-        return [found[place] for place in range(len(samples))]
-    return found[0]
+    ordered = [found[place] for place in range(len(samples))]
+    return ordered if listed is sound else ordered[0]
 
 
 def _usual_extractor(model: LanguageModel) -> WhisperFeatureExtractor:
@@ -173,12 +171,11 @@ def _heard(
     options: Mapping[str, object],
     samples: list[np.ndarray],
     extractor: WhisperFeatureExtractor,
-    *,
-    long: bool,
     stamps: bool,
-) -> list[tuple[Speech, Utterance]]:
-    """Return what is said in each of several sounds, all `long` or none, and how it was read."""
-    if long:
+) -> tuple[Speech, list[Utterance]]:
+    """Return how sounds are read, all of which are longer than a window or none, and what is said
+    in each."""
+    if len(samples[0]) > extractor.n_samples:
         features = extractor(
             samples, truncation=False, padding="longest", return_attention_mask=True
         )
@@ -186,8 +183,7 @@ def _heard(
         features = extractor(samples, return_attention_mask=False)
     given = {**options, **features, "return_timestamps": stamps}
     speech = read_speech(model, sort("rectangle", model, given))
-    utterances, _ = listen(model, speech)
-    return [(speech, one) for one in utterances]
+    return speech, listen(model, speech)[0]
 
 
 def _transcript(
@@ -196,16 +192,17 @@ def _transcript(
     """Return what was said in a sound of so many seconds, `apart` by timestamps or as a whole."""
     ids = [token for segment in one.segments for token in segment["tokens"].tolist()]
     text = _text(ids, speech, tokenizer)
-    parts = [
-        Spoken(
-            _text(segment["tokens"].tolist(), speech, tokenizer),
-            round(min(segment["start"], seconds), 2),
-            round(min(segment["end"], seconds), 2),
-        )
-        for segment in one.segments
-    ]
-    whole = Spoken(text, 0.0, round(seconds, 2))
-    return Transcript(text, _language(one, speech), tuple(parts) if apart else (whole,), tuple(ids))
+    parts = [Spoken(text, 0.0, round(seconds, 2))]
+    if apart:
+        parts = [
+            Spoken(
+                _text(segment["tokens"].tolist(), speech, tokenizer),
+                round(min(segment["start"], seconds), 2),
+                round(min(segment["end"], seconds), 2),
+            )
+            for segment in one.segments
+        ]
+    return Transcript(text, _language(one, speech), tuple(parts), tuple(ids))
 
 
 def _text(ids: list[int], speech: Speech, tokenizer: TokenizerLike) -> str:

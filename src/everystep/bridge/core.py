@@ -17,9 +17,9 @@ from everystep.bridge.cache_objects import foreign_cache, is_foreign, own_cache
 from everystep.bridge.executor import ForeignExecutor
 from everystep.bridge.findings import Findings
 from everystep.bridge.foreign import Foreign
-from everystep.bridge.foreign_errors import FAILURES, failure
+from everystep.bridge.foreign_errors import attributed
 from everystep.bridge.named_inputs import Media, batched, declared, placed
-from everystep.bridge.own_inputs import prepares, reads_any_id
+from everystep.bridge.own_inputs import has_own, prepares
 from everystep.bridge.trial import examine
 from everystep.cache.containers import Cache, DynamicCache, own_half
 from everystep.errors import RequestError
@@ -137,8 +137,8 @@ class ForeignModel:
 
     @property
     def known_ids(self) -> int | None:
-        """The number of ids that it reads; None where that is for its own forward to say."""
-        return None if reads_any_id(self.foreign.base) else self.vocab_size
+        """The number of ids that it reads; None where a forward of its own may know ids beyond."""
+        return None if has_own(self.foreign.base, "forward") else self.vocab_size
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return (..., E) embeddings of ids (...,)."""
@@ -221,15 +221,9 @@ class ForeignModel:
             shows = {} if heard is None else {"output_hidden_states": True}
             if heard is not None and self.foreign.weighs:
                 shows["output_attentions"] = True
-            try:
+            given = {**prompt.inputs, **prompt.whole}
+            with attributed(self.foreign.base, lambda: f"{', '.join(read)} to encode", given):
                 output = self.foreign.encode(read, **shows)
-            except FAILURES as error:
-                fed = f"{', '.join(read)} for its encoder"
-                given = {**prompt.inputs, **prompt.whole}
-                found = failure(self.foreign.base, error, fed, given)
-                if found is None:
-                    raise
-                raise found from error
             states: Tensor = output[0][0]
             mask = read.get("attention_mask")
             if mask is not None and self.source is not None:

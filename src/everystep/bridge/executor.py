@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from everystep.bridge.answers import answer_of, early_of
 from everystep.bridge.findings import Findings
 from everystep.bridge.foreign import Foreign
-from everystep.bridge.foreign_errors import FAILURES, failure, named
+from everystep.bridge.foreign_errors import FAILURES, attributed, is_its_own, named
 from everystep.bridge.forward_arguments import Block, arguments, kind_of, step_of
 from everystep.bridge.named_inputs import declared
 from everystep.bridge.own_inputs import Carried, carries, require_new
 from everystep.bridge.pasts import cache_of, past_of_row
 from everystep.bridge.sheets import Place, Sheet, assembled, columns_across, emptied, keep_spare
-from everystep.errors import ForeignModelError, InvariantError
+from everystep.errors import ForeignModelError
 from everystep.executors.process import in_process
 from everystep.nn.modes import ordinary_mode
 from everystep.types import Answer, InputSpec, Past, StepOutput, Work, adapter_ability
@@ -266,18 +266,11 @@ class ForeignExecutor:
         Raise RequestError if it refuses what a prompt is given, ForeignModelError if it fails
         otherwise, or returns no logits of the block.
         """
-        try:
+        with attributed(self._foreign.base, block.described, block.extras[0].whole):
             if place.carried is not None:
-                output = self._called_as_it_says(block, place, sheet, given)
+                output = self._called_as_it_says(block, place, place.carried, sheet, given)
             else:
                 output = self._foreign.call(given)
-        except FAILURES as error:
-            first, rows = int(block.work.starts[list(block.feeds)].min()), len(block.feeds)
-            fed = f"{block.length} positions from {first} on, in {rows} rows"
-            found = failure(self._foreign.base, error, fed, block.extras[0].whole)
-            if found is None:
-                raise
-            raise found from error
         rows, wanted = len(block.feeds), int(block.work.logits[list(block.feeds)].max())
         logits = getattr(output, "logits", None)
         got = flaw_of(logits)
@@ -313,38 +306,38 @@ class ForeignExecutor:
         return sheet, arguments(block, sheet, foreign, findings)
 
     def _called_as_it_says(
-        self, block: Block, place: Place, sheet: Sheet, given: dict[str, Any]
+        self, block: Block, place: Place, carried: Carried, sheet: Sheet, given: dict[str, Any]
     ) -> Any:
-        """Return what the module returns for a row whose inputs it prepares itself.
-
-        transformers hands what a prompt is given as a whole to every forward. Where the first
-        forward after the prompt fails with it, it goes to the prompt's alone.
-        """
-        carried = place.carried
-        if carried is None:
-            raise InvariantError("a row of such a module carries nothing")
+        """Return what the module returns for a row whose inputs it prepares itself."""
         cache = emptied(self._findings.cache) if sheet.cache is None else sheet.cache
         if whole := block.extras[0].whole:
             carried.shown, carried.told_again = frozenset(whole), False
         elif self._shows_once:
             carried.forget_shown()
         elif carried.shown and not carried.told_again:
-            before, untouched = carried.copied(), copy.deepcopy(cache)
-            try:
-                output = self._prepared_by_itself(block, place, carried, cache, given)
-            except FAILURES as error:
-                if failure(self._foreign.base, error, "", {}) is None:
-                    raise
-                self._tell_of_shown(carried.shown, error)
-                place.carried = before
-                before.forget_shown()
-                given = {**given, self._foreign.cache_name: untouched}
-                output = self._prepared_by_itself(block, place, before, untouched, given)
-                self._shows_once = True
-            else:
-                carried.told_again = True
-            return output
+            return self._called_first_after_prompt(block, place, carried, cache, given)
         return self._prepared_by_itself(block, place, carried, cache, given)
+
+    def _called_first_after_prompt(
+        self, block: Block, place: Place, carried: Carried, cache: Any, given: dict[str, Any]
+    ) -> Any:
+        """Return the same for the first forward after a prompt that was given something as a whole.
+
+        transformers hands that to every forward. Where this one fails with it, it goes to the
+        prompt's alone.
+        """
+        before, untouched = carried.copied(), copy.deepcopy(cache)
+        try:
+            output = self._prepared_by_itself(block, place, carried, cache, given)
+        except FAILURES as error:
+            if not is_its_own(error):
+                raise
+            self._tell_of_shown(carried.shown, error)
+            place.carried, self._shows_once = before, True
+            before.forget_shown()
+            return self._prepared_by_itself(block, place, before, untouched, given)
+        carried.told_again = True
+        return output
 
     def _prepared_by_itself(
         self, block: Block, place: Place, carried: Carried, cache: Any, given: dict[str, Any]

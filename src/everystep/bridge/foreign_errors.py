@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
@@ -22,28 +23,37 @@ FAILURES = (
 """The kinds of errors by which the code of a model fails."""
 
 
-def failure(
-    module: nn.Module, error: Exception, fed: str, whole: Mapping[str, Tensor]
-) -> EverystepError | None:
-    """Return the error to raise for one that a module raised when it was fed this.
+@contextmanager
+def attributed(
+    module: nn.Module, fed: Callable[[], str], whole: Mapping[str, Tensor]
+) -> Iterator[None]:
+    """Raise a ForeignModelError in the place of an error that a module raises within, or a
+    RequestError where it was given something by name as a `whole`, which may not fit.
 
-    That is a RequestError where it was given something by name as a `whole`, which may not fit.
-    None where the error is ours, is about memory, or has a class of its own that whoever calls may
-    wait for.
+    `fed`: says what it was fed. Other errors than those of its code stay what they are.
     """
+    try:
+        yield
+    except FAILURES as error:
+        if not is_its_own(error):
+            raise
+        if whole:
+            raise _refused(whole, error) from error
+        raise ForeignModelError(
+            f"{named(module)} raised {type(error).__name__}: {error}",
+            got=fed(),
+            do="The model's own code fails here: call its forward with such inputs to see why",
+        ) from error
+
+
+def is_its_own(error: Exception) -> bool:
+    """Return whether the code of a module failed: the error is not ours, is not about memory, and
+    has no class of its own that whoever calls may wait for."""
     known = type(error).__module__.partition(".")[0] in ("builtins", "torch")
-    if isinstance(error, EverystepError) or is_shortage(error) or not known:
-        return None
-    if whole:
-        return refused(whole, error)
-    return ForeignModelError(
-        f"{named(module)} raised {type(error).__name__}: {error}",
-        got=fed,
-        do="The model's own code fails here: call its forward with such inputs to see why",
-    )
+    return known and not isinstance(error, EverystepError) and not is_shortage(error)
 
 
-def refused(whole: Mapping[str, Tensor], error: Exception) -> RequestError:
+def _refused(whole: Mapping[str, Tensor], error: Exception) -> RequestError:
     """Return the error of a module that was given something for a prompt that does not fit it."""
     shown = ", ".join(f"{name} {tuple(one.shape)}" for name, one in sorted(whole.items()))
     return RequestError(

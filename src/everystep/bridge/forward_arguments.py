@@ -40,6 +40,11 @@ class Block:
         extras = [work.extras.get(feed, _PLAIN) for feed in feeds]
         return cls(work, feeds, length, length - counts, extras)
 
+    def described(self) -> str:
+        """Return what stands in it, for an error."""
+        first = int(self.work.starts[list(self.feeds)].min())
+        return f"{self.length} positions from {first} on, in {len(self.feeds)} rows"
+
     def tokens(self) -> np.ndarray:
         """Return (R, length) ids, 0 where there is none."""
         work, offsets = self.work, self.work.offsets

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from everystep.bridge.foreign import Foreign
-from everystep.bridge.foreign_errors import FAILURES, refused
+from everystep.bridge.foreign_errors import attributed
 from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.types import InputSpec, Prompt
 
@@ -208,10 +208,8 @@ def placed(foreign: Foreign, prompt: Prompt) -> Prompt:
         what = f"positions cannot be found without {', '.join(missing)}"
         do = f"Pass {missing[0]} as the processor returned it, or position_ids"
         raise RequestError(what, wanted=", ".join(missing), got=", ".join(sorted(told)), do=do)
-    try:
+    with attributed(foreign.base, lambda: ", ".join(told), prompt.whole):
         found, shift = find(**{name: one for name, one in told.items() if name in takes})
-    except FAILURES as error:
-        raise refused(prompt.whole, error) from error
     return replace(prompt, positions=_with_next(found[:, 0].cpu(), prompt.length + int(shift[0])))
 
 

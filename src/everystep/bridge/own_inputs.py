@@ -30,11 +30,6 @@ def has_own(module: nn.Module, name: str) -> bool:
     return method is not None and method.__module__.partition(".")[0] not in _LIBRARIES
 
 
-def reads_any_id(module: nn.Module) -> bool:
-    """Return whether its class has a forward of its own, which may know ids beyond the table."""
-    return has_own(module, "forward")
-
-
 def prepares(module: nn.Module) -> bool:
     """Return whether a module prepares its inputs in a way of its own."""
     return has_own(module, _PREPARE) or has_own(module, _UPDATE)

@@ -17,7 +17,7 @@ from torch import Tensor
 from everystep.bridge.executor import ForeignExecutor
 from everystep.bridge.findings import Findings
 from everystep.bridge.foreign import Foreign, library
-from everystep.bridge.foreign_errors import FAILURES, failure
+from everystep.bridge.foreign_errors import attributed
 from everystep.bridge.sheets import is_kept, is_linear, layers_of
 from everystep.errors import ModelClassError, UnsupportedError
 from everystep.nn.modes import ordinary_mode
@@ -72,13 +72,8 @@ def _first(foreign: Foreign, ids: np.ndarray) -> Findings:
         given = {"encoder_outputs": (_states(foreign, ids)[None],)}
     if foreign.encodes:
         given["decoder_input_ids"] = row
-    try:
+    with attributed(foreign.base, lambda: f"{len(ids)} plain ids, to see what it can do", {}):
         output = foreign.call(given)
-    except FAILURES as error:
-        found = failure(foreign.base, error, f"{len(ids)} plain ids, to see what it can do", {})
-        if found is None:
-            raise
-        raise found from error
     logits, cache = getattr(output, "logits", None), getattr(output, foreign.cache_name, None)
     if not isinstance(logits, Tensor) or logits.dim() != 3:
         raise ModelClassError(

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+import everystep as es
 from everystep.cli import command_options as o
 from everystep.cli.loading import fetch, load
 from everystep.cli.models import AsJson
@@ -41,8 +42,6 @@ def transcribe(
     offline = offline or context.obj
     folder = fetch(model, offline)
     loaded, tokenizer = load(str(folder), None, quantize, None, device, offline=True)
-    import everystep as es
-
     prepared = (folder / "preprocessor_config.json").is_file()
     found = es.transcribe(
         loaded,

@@ -84,15 +84,12 @@ def text_alone(config: Mapping[str, Any]) -> dict[str, Any]:
     It says how many layers take what a tower would have added to them, as `n_deepstack_layers`.
     """
     outer = Fields(config)
-    inside = outer.values.get(TEXT)
-    if inside is not None and not isinstance(inside, Mapping):
-        raise outer.wrong(TEXT, "an object", inside)
     own = ("architectures", TEXT, "vision_config", *_TOKENS)
     whole = {name: value for name, value in config.items() if name not in own}
     taps = part_of(outer, "vision_config", {}).get("deepstack_visual_indexes", ())
     return {
         **whole,
-        **(inside or {}),
+        **part_of(outer, TEXT, {}),
         "tie_word_embeddings": config.get("tie_word_embeddings", False),
         "model_type": f"{config['model_type']}_text",
         "n_deepstack_layers": len(taps) if isinstance(taps, list | tuple) else 0,

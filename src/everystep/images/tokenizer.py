@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from everystep.images.sizes import sampled_frames, times_of
 from everystep.text import Tokenizer
 from everystep.text.batch import BatchEncoding
 from everystep.text.call_arguments import as_texts
+from everystep.text.message_parts import parts_of
 from everystep.text.native import checked_text
 from everystep.text.template import RenderedChat
 from everystep.text.tokenizer_folder import read_folder
@@ -231,7 +233,7 @@ _NOUNS = {"image": "an image", "video": "a video"}
 def _pictures(chats: Sequence[Any]) -> tuple[list[Any], list[Any], list[float]]:
     """Return all images, all videos and their rates, in the order of the messages."""
     images, videos, rates = list[Any](), list[Any](), list[float]()
-    for part in _parts(chats):
+    for part in chain.from_iterable(map(parts_of, chats)):
         kind = _kind(part)
         if kind is None:
             continue
@@ -272,14 +274,6 @@ def _address(part: Mapping[str, Any]) -> str | None:
         got=shown(given)[:100],
         do="Fetch it yourself, and pass its bytes or an open picture as the image",
     )
-
-
-def _parts(chats: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
-    for chat in chats:
-        for message in chat:
-            content = message.get("content") if isinstance(message, Mapping) else None
-            if isinstance(content, list | tuple):
-                yield from (part for part in content if isinstance(part, Mapping))
 
 
 def _without_pictures(message: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Parts of messages that chat templates would leave out without a word."""
+"""The parts of messages, and those that chat templates would leave out without a word."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from everystep.errors import UnsupportedError
@@ -18,11 +18,18 @@ _UNREAD = {
 """Types of parts that others' interfaces have -> what they would be, and what to pass instead."""
 
 
-def refuse_unread_parts(messages: Sequence[Any]) -> None:
+def parts_of(messages: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the parts of all messages whose content has parts."""
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list | tuple):
+            yield from (part for part in content if isinstance(part, Mapping))
+
+
+def refuse_unread_parts(messages: Iterable[Any]) -> None:
     """Raise UnsupportedError for a part of a message that no template prints."""
-    contents = (turn.get("content") for turn in messages if isinstance(turn, Mapping))
-    for part in (part for parts in contents if isinstance(parts, list | tuple) for part in parts):
-        kind = part.get("type") if isinstance(part, Mapping) else None
+    for part in parts_of(messages):
+        kind = part.get("type")
         if isinstance(kind, str) and kind in _UNREAD:
             what, do = _UNREAD[kind]
             got = f"a part of the type {kind}"

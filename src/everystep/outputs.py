@@ -123,15 +123,15 @@ class CausalLMOutput(OutputFields):
     attentions: Layers | None = None
 
 
-def encoder_states(outputs: Any) -> Tensor:
-    """Return (B, S, E) of what an encoder returned."""
+def encoder_states(outputs: Any, name: str = "encoder_outputs") -> Tensor:
+    """Return (B, S, E) of what an encoder returned, which was passed by this name."""
     states = getattr(outputs, "last_hidden_state", None)
     if states is None and isinstance(outputs, tuple | list) and outputs:
         states = outputs[0]
     if isinstance(states, Tensor) and states.dim() == 3 and states.is_floating_point():
         return states
     raise RequestError(
-        "encoder_outputs holds no encoder states",
+        f"{name} holds no encoder states",
         wanted="an object with last_hidden_state, a (batch, length, hidden) tensor",
         got=type(outputs).__name__,
         do="Pass what the encoder returned",

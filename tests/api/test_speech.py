@@ -127,6 +127,18 @@ def test_sounds_of_several_windows(way: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", ["windows", "what was said before", "a prompt everywhere"])
+def test_a_smaller_model_drafts_and_the_transcript_stays(way: str) -> None:
+    expected, found = both({**heard(75), **LONG[way]})
+    _, model = pair()
+    torch.manual_seed(9)
+    small = es.LanguageModel(ours(reference_pair("whisper", torch.float64, decoder_layers=1)))
+    for drafts in ({"assistant_model": model}, {"assistant_model": small}):
+        said = model.generate(**heard(75), **LONG[way], **drafts, num_assistant_tokens=3)
+        assert torch.equal(said, found) and torch.equal(said, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_segments_say_when_they_were_said() -> None:
     expected, found = both({**heard(75), **STAMPS, "return_segments": True})
     assert torch.equal(found["sequences"], expected["sequences"])

@@ -108,8 +108,8 @@ def test_wrapped_layers_are_not_left_early() -> None:
         es.wrap(model_of("llama")).generate(torch.tensor([[5, 6]]), assistant_early_exit=1)
 
 
-def test_an_assistant_with_an_encoder_is_refused() -> None:
-    with pytest.raises(es.EverystepError, match="a model with an encoder does not draft"):
+def test_an_assistant_with_an_encoder_is_refused_beside_a_decoder() -> None:
+    with pytest.raises(es.EverystepError, match="nothing is brought for one to read"):
         es.wrap(model_of("llama")).generate(torch.tensor([[5, 6]]), assistant_model=model_of("t5"))
 
 

@@ -134,9 +134,11 @@ def test_layers_beyond_the_model_are_told() -> None:
     assert found.tolist() == FOUR().generate(IDS, max_new_tokens=5, dola_layers=[1]).tolist()
 
 
-def test_a_model_with_an_encoder_is_refused() -> None:
-    from tests.models.tiny import ours, reference_t5
+def test_layers_of_a_decoder_beside_an_encoder_are_counted_in_the_decoder() -> None:
+    from tests.models.tiny import ours, reference_pair
 
-    lm = es.LanguageModel(ours(reference_t5(torch.float64)), es.GenerationConfig())
-    with pytest.raises(es.EverystepError, match="decoder-only"):
-        lm.generate(IDS, max_new_tokens=3, dola_layers="low", decoder_start_token_id=0)
+    reference = reference_pair("bart", torch.float64, encoder_layers=1, decoder_layers=4)
+    lm = es.LanguageModel(ours(reference), es.GenerationConfig())
+    given = {"max_new_tokens": 3, "decoder_start_token_id": 3}
+    high = lm.generate(IDS, **given, dola_layers="high")
+    assert high.tolist() == lm.generate(IDS, **given, dola_layers=[2]).tolist()

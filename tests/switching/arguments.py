@@ -204,6 +204,7 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "decoder_input_ids": (PROMPT, {}),
     "decoder_attention_mask": (torch.ones(1, 3).long(), {}),
     "encoder_outputs": ((torch.zeros(1, 3, 16),), {}),
+    "assistant_encoder_outputs": ((torch.zeros(1, 3, 16),), {}),
     "past_key_values": (es.DynamicCache, {}),
     "prefix": (es.Prefix, {}),
     "hooks": ([Louder()], {}),
@@ -263,7 +264,9 @@ _LATER = (
     *("condition_on_prev_tokens", "is_multilingual", "prompt_condition_type"),
     *("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"),
     *("use_model_defaults", "return_legacy_cache"),
-    *("decoder_input_ids", "decoder_attention_mask", "encoder_outputs"),  # of this model
+    # of a model with an encoder
+    *("decoder_input_ids", "decoder_attention_mask"),
+    *("encoder_outputs", "assistant_encoder_outputs"),
 )
 IN_PROMPTS = ("input_ids", "attention_mask", "inputs_embeds", "position_ids")
 """What stands in a prompt that is a mapping, and is no keyword of a call about prompts."""

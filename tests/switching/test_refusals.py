@@ -57,18 +57,10 @@ def linear() -> transformers.PreTrainedConfig:
 
 
 CALLS: dict[str, tuple[Callable[[], Any], ...]] = {
-    "`assistant_model` with an encoder": (
+    "`assistant_model` with an encoder beside a decoder": (
         lambda: generated("llama", assistant_model=model_of("t5")),
-        lambda: generated("t5", assistant_model=model_of("t5")),
     ),
-    "`assistant_early_exit` of a model with an encoder, or of Mamba": (
-        lambda: generated("t5", assistant_early_exit=1),
-        lambda: generated("mamba", assistant_early_exit=1),
-    ),
-    "`dola_layers` of a model with an encoder": (lambda: generated("t5", dola_layers="low"),),
-    '`cache_implementation="quantized"` of a model with an encoder': (
-        lambda: generated("t5", cache_implementation="quantized"),
-    ),
+    "`assistant_early_exit` of Mamba": (lambda: generated("mamba", assistant_early_exit=1),),
     "a plain cache object for a model with an encoder": (
         lambda: generated("t5", past_key_values=es.DynamicCache()),
         lambda: generated("t5", past_key_values=es.QuantizedCache("everystep", [None] * 3)),

@@ -62,7 +62,8 @@ def prefill(
     if model.core.network.encodes:
         raise UnsupportedError(
             "a model with an encoder has no prefix: its decoder starts from one token",
-            do="Pass encoder_outputs to skip the encoder",
+            do="Pass encoder_outputs to skip the encoder, and past_key_values to go on after what "
+            "its decoder has read",
         )
     if (prompt is None) == (not inputs):
         raise RequestError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,12 +11,14 @@ from torch import Tensor
 from everystep.bridge.core import ForeignModel
 from everystep.drivers.healing import healed
 from everystep.executors.choice import encoder_of
+from everystep.models import Model
 from everystep.nn.network import Heard
 from everystep.requests.features import with_features
 from everystep.requests.inputs import EncoderSource
 from everystep.requests.pictures import Seen, with_pictures
 from everystep.requests.prepare import Call, prepare
 from everystep.requests.subject import Subject
+from everystep.types.request import SecondStates
 
 
 def completed(model: Subject, call: Call, seen: Seen | None = None) -> Call:
@@ -40,12 +42,33 @@ def completed(model: Subject, call: Call, seen: Seen | None = None) -> Call:
     states = encoder_states(model, source, heard)
     if not source.places:
         call = replace(call, inputs=replace(call.inputs, source=source.encoded(states, heard)))
+    second = _second_states(model, call, states)
     heard_by = []
-    for request, state in zip(call.requests, states, strict=True):
+    for request, state, beside in zip(call.requests, states, second, strict=True):
         companions = tuple(replace(one, encoder=state) for one in request.companions)
         prompt = replace(request.prompt, encoder=state)
-        heard_by.append(replace(request, prompt=prompt, companions=companions))
+        heard_by.append(replace(request, prompt=prompt, companions=companions, second=beside))
     return replace(call, requests=tuple(heard_by), heard=heard)
+
+
+def _second_states(
+    model: Subject, call: Call, states: tuple[Tensor, ...]
+) -> Iterator[SecondStates]:
+    """Yield for each row what the encoders of second models make of its source; `states`: what the
+    model's own does."""
+    source, none = call.inputs.source, (None,) * len(states)
+    assistant, amateur = call.options.drafting.assistant, call.options.choosing.amateur
+    drafted: Sequence[Tensor | None] = none
+    if call.options.effective.assistant_early_exit is not None:
+        drafted = states  # its own first layers
+    elif source is not None and source.assistant:
+        drafted = source.assistant
+    elif source is not None and assistant is not None and assistant.core.network.encodes:
+        drafted = _encoded(assistant.core, assistant.executor_name, source)
+    contrasted: Sequence[Tensor | None] = none
+    if source is not None and amateur is not None and amateur.core.network.encodes:
+        contrasted = _encoded(amateur.core, amateur.executor_name, source)
+    return map(SecondStates, drafted, contrasted)
 
 
 def encoder_states(
@@ -53,9 +76,18 @@ def encoder_states(
 ) -> tuple[Tensor, ...]:
     """Return (B,) states (S, E): the caller's, or made of the prompts; `heard`, if any, (B,) gets
     what the encoder's layers show."""
-    core = model.core
+    return source.states or _encoded(model.core, model.executor_name, source, heard)
+
+
+def _encoded(
+    core: Model | ForeignModel,
+    executor: str,
+    source: EncoderSource,
+    heard: Sequence[Heard] = (),
+) -> tuple[Tensor, ...]:
+    """Return (B,) states of the prompts, by what encodes where that executor runs."""
     encode = core.encode
     if not isinstance(core, ForeignModel):
-        encode = partial(core.encode, by=encoder_of(core, model.executor_name))
+        encode = partial(core.encode, by=encoder_of(core, executor))
     shown = heard or (None,) * len(source.prompts)
-    return source.states or tuple(map(encode, source.prompts, shown))
+    return tuple(map(encode, source.prompts, shown))

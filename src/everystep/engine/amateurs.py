@@ -90,7 +90,8 @@ class Amateurs:
         amateur, sequences = self.at_work[readout], [s for group in own for s in fed(group, feeds)]
         rows, lines, wanted = [], [], []
         for sequence in sequences:
-            drafted, row = len(write_draft(sequence, feeds)), amateur.row(sequence)
+            drafted = len(write_draft(sequence, feeds))
+            row = amateur.row(sequence, sequence.request.second.amateur)
             rows.append(row)
             lines.append(feeds.table.data[sequence.line, row.skips : sequence.visible + drafted])
             wanted.append(1 + drafted)

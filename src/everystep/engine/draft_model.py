@@ -112,7 +112,7 @@ class Guesses:
         may go on."""
         sequences = [one.sequence for one in going]
         lengths = np.array([s.visible + done for s in sequences], dtype=np.int64)
-        held = [self.model.row(sequence) for sequence in sequences]
+        held = [self.model.row(s, s.request.second.drafter) for s in sequences]
         lines = [
             table.data[s.line, row.skips : n]
             for s, row, n in zip(sequences, held, lengths.tolist(), strict=True)

@@ -74,15 +74,17 @@ class SecondModel:
                 do="Choose another model as the assistant or amateur",
             )
 
-    def new_row(self, skips: int = 0) -> SecondRow:
-        """A row that holds nothing."""
-        return SecondRow(self.ledger, self.ledger.allocate(_EMPTY), skips)
+    def new_row(self, skips: int = 0, encoder: Tensor | None = None) -> SecondRow:
+        """Return a row that holds nothing, and looks at the encoder states (S, E) of a model that
+        has an encoder."""
+        prompt = _EMPTY if encoder is None else Prompt(NO_IDS, encoder=encoder)
+        return SecondRow(self.ledger, self.ledger.allocate(prompt), skips)
 
-    def row(self, sequence: Sequence) -> SecondRow:
-        """The row of a sequence whose own ids the model reads."""
+    def row(self, sequence: Sequence, encoder: Tensor | None = None) -> SecondRow:
+        """Return the row of a sequence whose own ids the model reads; see `new_row`."""
         key = f"second row {id(self)}"
         if key not in sequence.memo:
-            sequence.memo[key] = self.new_row(sequence.request.pad_prefix)
+            sequence.memo[key] = self.new_row(sequence.request.pad_prefix, encoder)
         found: SecondRow = sequence.memo[key]
         return found
 
@@ -103,7 +105,7 @@ class SecondModel:
             starts.append(row.cached)
             tokens.append(line[row.cached :])
             row.cached, row.floor = len(line), 0 if cuts else len(line) - last
-        verbs, _, _ = self.ledger.drain()
+        verbs, encoders, _ = self.ledger.drain()
         work = Work(
             verbs,
             np.array([row.row for row in held]),
@@ -111,6 +113,7 @@ class SecondModel:
             np.array([len(own) for own in tokens]),
             np.array(wanted),
             np.concatenate(tokens),
+            encoders=encoders,
         )
         return self.executor.run(work).logits.to(torch.float32)
 

@@ -66,12 +66,10 @@ class TorchExecutor:
 
     def _able(self) -> frozenset[str]:
         network = self._network
-        able = {"embeds", "hidden", "layers", "past", "truncate"}
+        able = {"early", "embeds", "hidden", "layers", "past", "truncate"}
         able.update(one.name for one in network.inputs)
         if not self.cache.forgets:
             able.add("cut")
-        if not network.encodes:
-            able.add("early")
         if isinstance(network, Decoder):
             able.update({"adapters", *map(adapter_ability, self._adapters)})
         # Models with an encoder have relative positions only, recurrent layers none at all.
@@ -174,7 +172,7 @@ class TorchExecutor:
                 if extra.early and context.kept is not None:
                     read = slice(span.stop - int(work.logits[f]), span.stop)
                     states = torch.stack([context.kept[layer][read] for layer in extra.early])
-                    answers[f] = replace(answers[f], early=self._network.head(states))
+                    answers[f] = replace(answers[f], early=self._network.early_logits(states))
         return answers
 
     def _answer(

@@ -250,6 +250,11 @@ class Network:
         """Turn normalised hidden states (..., E) into logits (..., V)."""
         return self.head(hidden)
 
+    def early_logits(self, hidden: Tensor) -> Tensor:
+        """Turn hidden states (..., E) before an earlier layer into logits (..., V), by the head
+        alone as in transformers."""
+        return self.head(hidden)
+
     def encode(self, hidden: Tensor, seen: Tensor | None, heard: Heard | None = None) -> Tensor:
         """Turn embeddings (B, S, E), of which `seen` (B, S) are real, into encoder states (B, S,
         E).

@@ -274,18 +274,13 @@ def row_quantization(
     """Return how rows keep what they hold: as the cache that was passed does, or as the
     configuration says; None for full precision."""
     if passed is not None:
-        layer = passed.layers[0] if passed.layers else None
+        own = own_half(passed)
+        layer = own.layers[0] if own.layers else None
         return layer.quantization if isinstance(layer, QuantizedLayer) else None
     if effective.use_cache is False or effective.cache_implementation is None:
         return None
     if _kind(effective) != "quantized":
         return None
-    if model.is_encoder_decoder:
-        raise UnsupportedError(
-            "a quantised cache is for models without an encoder",
-            got="cache_implementation='quantized'",
-            do="Use 'dynamic' or 'static'",
-        )
     refuse_quantized_windows(model.windows)
     return read_quantization(effective.cache_config or {})
 
@@ -317,7 +312,7 @@ def new_cache(
         cache = StaticCache(windows, max(positions, effective.max_cache_len or 0))
     if inputs.source is not None:
         read = max((int(places[-1]) + 1 for places in inputs.source.places), default=0)
-        fixed = kind != "dynamic" and read > 0
+        fixed = kind not in ("dynamic", "quantized") and read > 0
         across = StaticCache([None] * len(windows), read) if fixed else DynamicCache()
         cache = EncoderDecoderCache(cache, across)
     _require_abilities(cache, positions, drafts, f"cache_implementation={kind!r}")

@@ -175,6 +175,9 @@ class PromptValues:
     )
     decoder_attention_mask: object = _inner("Tensor | None", "(B, T) 1 for what is read of it.")
     encoder_outputs: object = _inner("object", "What an encoder made of the prompt, in its place.")
+    assistant_encoder_outputs: object = _inner(
+        "object", "What the encoder of assistant_model made of the prompt, where that is passed so."
+    )
     past_key_values: object = _inner("object", "The cache that the call goes on from.")
     negative_prompt_ids: object = _of_rectangle(
         "Numbers | None",

@@ -67,22 +67,14 @@ def _assistant(value: Any, tokenizer: object) -> Assistant | None:
         return None
     if isinstance(value, nn.Module):
         model, settings = ForeignModel(value), getattr(value, "generation_config", None)
-        encodes = model.foreign.encodes
     elif all(hasattr(value, name) for name in ("executor", "vocab_size", "generation_config")):
-        model, settings, encodes = value, value.generation_config, value.is_encoder_decoder
+        model, settings = value, value.generation_config
     else:
         raise ModelClassError(
             "assistant_model is not a model",
             wanted="a model of this library, of transformers or of PEFT",
             got=type(value).__name__,
             do="Load one with everystep.load_model",
-        )
-    if encodes:
-        raise UnsupportedError(
-            "a model with an encoder does not draft",
-            wanted="a decoder as the assistant_model",
-            got=type(value).__name__,
-            do="Choose a decoder, or set prompt_lookup_num_tokens",
         )
     require("assistant_tokenizer", tokenizer, "encode", "decode", "get_vocab")
     return Assistant(model, settings, tokenizer=tokenizer)
@@ -151,6 +143,13 @@ def drafts_of(
         options.ends.eos,
     )
     tokenizers = _tokenizers(model, options, assistant)
+    if tokenizers is not None and assistant.core.network.encodes:
+        raise UnsupportedError(
+            "an assistant_model with an encoder reads what the model's own reads, in its tokens",
+            wanted="an assistant_model with the same tokenizer",
+            got="another tokenizer",
+            do="Choose a smaller model of the same family, or set prompt_lookup_num_tokens",
+        )
     if tokenizers is None:
         return DraftModel(assistant, *length, e.num_drafts - 1), verification
     if e.num_drafts > 1:

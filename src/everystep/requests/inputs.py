@@ -27,6 +27,7 @@ from everystep.types import Prompt
 class EncoderSource:
     """The encoder's side of a call: B prompts to encode, or B states (S, E) that are done.
 
+    `assistant`: (B,) states of a draft model's encoder, empty where it makes them itself.
     `places`: (B,) where the states of each row stand in the rectangle that was passed, of `width`
     positions; empty until they are encoded where no ids are. `ids`: (B,) the rows of that
     rectangle, empty where ids are not known.
@@ -37,6 +38,7 @@ class EncoderSource:
     places: tuple[np.ndarray, ...] = ()
     width: int = 0
     ids: tuple[np.ndarray, ...] = ()
+    assistant: tuple[Tensor, ...] = ()
 
     def encoded(self, states: Sequence[Tensor], heard: Sequence[Heard]) -> EncoderSource:
         """The same once it is known how many states there are, (B,) states (S, E)."""

@@ -185,6 +185,8 @@ class ModelOptions(CallOptions, ResultOptions, PromptInputs, SpeechOptions, tota
     """(B, T) 1 for what is read of it."""
     encoder_outputs: object
     """What an encoder made of the prompt, in its place."""
+    assistant_encoder_outputs: object
+    """What the encoder of assistant_model made of the prompt, where that is passed so."""
     past_key_values: object
     """The cache that the call goes on from."""
     return_legacy_cache: bool | None

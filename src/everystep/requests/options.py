@@ -36,10 +36,19 @@ class Assistant:
     tokenizer: Any = field(default=None, compare=False)
 
     @property
+    def core(self) -> Model | ForeignModel:
+        """The weights of the model."""
+        return cast("Model | ForeignModel", getattr(self.model, "core", self.model))
+
+    @property
+    def executor_name(self) -> str:
+        """The executor that it was loaded with; a wrapped model has its own."""
+        return str(getattr(self.model, "executor_name", "torch"))
+
+    @property
     def most_positions(self) -> int | None:
         """The number of positions that it has embeddings for; None where any number will do."""
-        core = self.model if isinstance(self.model, ForeignModel) else self.model.core
-        return cast(int | None, core.network.most_positions)
+        return self.core.network.most_positions
 
     def __call__(self) -> Executor:
         """Return a fresh executor whose rows can be cut back."""
@@ -130,13 +139,14 @@ class Choosing:
 
     `strategy`: one that is not the library's own, in place of what the fields say. `best_of`: the
     strategy that chooses among samples; `n_best`: how many hypotheses of a search are returned;
-    `contrast`: with which model, and how.
+    `contrast`: how scores are contrasted with those of the model `amateur`.
     """
 
     strategy: Strategy | None = None
     best_of: BestOf | None = None
     n_best: int | None = None
     contrast: Contrast | None = None
+    amateur: Any = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

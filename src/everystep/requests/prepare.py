@@ -45,6 +45,7 @@ from everystep.requests.options import (
 from everystep.requests.prefixes import after_prefix, refuse_unseen_states, require_fitting
 from everystep.requests.reading import unseen_prompt
 from everystep.requests.readouts import readout_of
+from everystep.requests.second_encoders import refuse_second_encoders
 from everystep.requests.strategies import require_candidates, require_known_words, strategy_of
 from everystep.requests.subject import Subject
 from everystep.stops.criteria import longest, merge
@@ -130,6 +131,7 @@ def prepare(
     by_field = fields.prompt_lookup_num_tokens or fields.assistant_early_exit
     if by_field or options.drafting is not NO_DRAFTING:
         drafts = drafts_of(subject, options, strategy)
+    refuse_second_encoders(subject, options, inputs.source)
     _require_places(subject.core.network.most_positions, drafts[0], inputs, new)
     hidden, drafted = strategy.reads.hidden and runs != "loop", drafts[0] is not None
     if prefix is not None and hidden:

@@ -127,7 +127,7 @@ def _read_choosing(
     best_of = read_best_of(*choice, fields, tokenizer)
     if strategy is None and contrast is None and n_best is None and best_of is None:
         return BY_FIELDS
-    return Choosing(strategy, best_of, n_best, contrast)
+    return Choosing(strategy, best_of, n_best, contrast, objects.amateur_model)
 
 
 def require_output_object(recording: Recording, e: Effective) -> None:

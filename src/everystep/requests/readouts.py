@@ -11,7 +11,7 @@ from everystep.config import Effective
 from everystep.config.kinds import is_number
 from everystep.engine import Contrast, DoLa, Guidance
 from everystep.engine.dola import candidate_layers
-from everystep.errors import ModelClassError, RequestError, UnsupportedError, shown
+from everystep.errors import ModelClassError, RequestError, shown
 from everystep.processors.guidance import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor as _UnbatchedGuidance,
 )
@@ -38,9 +38,6 @@ def read_contrast(subject: Subject, amateur: Any, alpha: object, beta: object) -
                 raise RequestError(what, wanted="amateur_model with it", got="none")
         return None
     _require_model(amateur)
-    if subject.is_encoder_decoder or amateur.is_encoder_decoder:
-        what = "amateur_model works with decoders alone"
-        raise UnsupportedError(what, got="an encoder-decoder model", do="Leave it out")
     if amateur.vocab_size != subject.vocab_size:
         raise RequestError(
             "the amateur model has another vocabulary",
@@ -128,13 +125,6 @@ def _over_layers(subject: Subject, asked: Any, mixing: Guidance | Contrast | Non
             wanted="one of the two",
             got=f"dola_layers={shown(asked)}",
             do="Leave one of the two out",
-        )
-    if subject.is_encoder_decoder:
-        raise RequestError(
-            "dola_layers contrasts the layers of a decoder alone",
-            wanted="a decoder-only model",
-            got="a model with an encoder",
-            do="Leave dola_layers out",
         )
     asked = asked if isinstance(asked, str) else [*asked]
     layers = candidate_layers(asked, subject.depth, tied=subject.has_tied_head)

@@ -41,6 +41,11 @@ from everystep.requests.pictures import (
 from everystep.requests.subject import Subject
 from everystep.types import InputSpec, Prompt
 
+_BESIDE_AN_ENCODER = (
+    *("decoder_input_ids", "decoder_attention_mask"),
+    *("encoder_outputs", "assistant_encoder_outputs"),
+)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Passed:
@@ -202,7 +207,7 @@ def read_inputs(
     if subject.is_encoder_decoder:
         source, batch = _read_source(subject, given, ends)
         return replace(_read_decoder(subject, given, ends, batch), source=source)
-    for name in ("decoder_input_ids", "decoder_attention_mask", "encoder_outputs"):
+    for name in _BESIDE_AN_ENCODER:
         if getattr(given, name) is not None:
             what = f"{name} was given to a model without an encoder"
             raise RequestError(what, do="Pass the prompt as input_ids or inputs_embeds")
@@ -278,7 +283,21 @@ def _read_rectangle(
 
 
 def _read_source(subject: Subject, given: PromptValues, ends: Ends) -> tuple[EncoderSource, int]:
-    """Return the encoder's side and how many rows it has."""
+    """Return the encoder's side, that of an assistant's encoder with it, and how many rows it
+    has."""
+    source, batch = _read_own_source(subject, given, ends)
+    if given.assistant_encoder_outputs is None:
+        return source, batch
+    name = "assistant_encoder_outputs"
+    states, _ = _real_states(subject, name, given.assistant_encoder_outputs, given.attention_mask)
+    _require_rows(name, len(states), batch)
+    return replace(source, assistant=states), batch
+
+
+def _read_own_source(
+    subject: Subject, given: PromptValues, ends: Ends
+) -> tuple[EncoderSource, int]:
+    """Return what the model's own encoder reads, and how many rows it has."""
     if given.position_ids is not None:
         what = "position_ids has no meaning for a model with an encoder, which counts positions"
         raise RequestError(what, do="Leave position_ids out")
@@ -339,7 +358,6 @@ def _read_states(
 ) -> tuple[tuple[Tensor, ...], tuple[np.ndarray, ...]]:
     """Return (B,) encoder states (S, E) of the caller's, those of padding left out, and their
     places."""
-    states = encoder_states(given.encoder_outputs)
     prompts = {"input_ids": given.input_ids, "inputs_embeds": given.inputs_embeds, **given.named}
     names = ("input_ids", "inputs_embeds", *subject.inputs)
     if both := [name for name in names if prompts.get(name) is not None]:
@@ -349,7 +367,16 @@ def _read_states(
             got=f"encoder_outputs and {', '.join(both)}",
             do=f"Leave {' and '.join(both)} out",
         )
-    real, core = given.attention_mask, subject.core
+    name = "encoder_outputs"
+    return _real_states(subject, name, given.encoder_outputs, given.attention_mask)
+
+
+def _real_states(
+    subject: Subject, name: str, outputs: object, real: object
+) -> tuple[tuple[Tensor, ...], tuple[np.ndarray, ...]]:
+    """Return (B,) what an encoder made of real positions, of what was passed by this name; and
+    their places."""
+    states, core = encoder_states(outputs, name), subject.core
     if real is not None and core.source is not None:
         real = core.real_states(torch.as_tensor(real), states.shape[1])
     mask = read_mask(real, tuple(states.shape[:2]))

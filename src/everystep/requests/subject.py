@@ -135,7 +135,9 @@ class Subject(Protocol):
 
     @property
     def depth(self) -> int:
-        """The number of layers between ids and logits."""
+        """The number of layers between ids and logits, the decoder's beside an encoder."""
+        if self.is_encoder_decoder:
+            return len(self.core.network.stores)
         return int(getattr(self.core.config, "num_hidden_layers", len(self.core.network.stores)))
 
     @property

@@ -28,6 +28,7 @@ from everystep.requests.subject import Subject
 from everystep.runs.steps import Sight
 from everystep.strategies import Beam
 from everystep.types import Event, Group, Request
+from everystep.types.request import SecondStates
 
 if TYPE_CHECKING:
     from everystep.requests.keywords import PromptOptions
@@ -72,6 +73,7 @@ class Rules:
 
     `asked`: the keywords they were read from. `inputs`, `first`: the prompt, and the first request
     of the run, whose prompts its later ones share. `quantization`: how its rows are kept.
+    `second`: what the encoders of second models made of the prompt.
     """
 
     asked: Asked
@@ -80,6 +82,7 @@ class Rules:
     first: Request
     room: int
     quantization: Quantization | None
+    second: SecondStates
 
     @classmethod
     def of(cls, asked: Asked, call: Call, first: Request | None = None) -> Rules:
@@ -88,7 +91,8 @@ class Rules:
         room = int(call.options.effective.max_length) - call.inputs.counted_width
         # The prompt stands after its prefix already.
         options = replace(call.options, prefix=None)
-        return cls(asked, options, call.inputs, first or request, room, call.quantization)
+        kept = first or request
+        return cls(asked, options, call.inputs, kept, room, call.quantization, request.second)
 
     def request(self, model: Subject, given: int, name: str) -> Request:
         """Return the request of a run with so many given ids, for which there is more room."""
@@ -108,6 +112,7 @@ class Rules:
             request_id=name,
             prompt=self.first.prompt,
             companions=beside if len(beside) == len(made.companions) else made.companions,
+            second=self.second,
             linger=keeps,
             keeps=keeps,
         )

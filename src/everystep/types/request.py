@@ -53,11 +53,21 @@ class Wants:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SecondStates:
+    """The encoder states (S, E) that second models of a request look at, a draft model and an
+    amateur; None for one that has no encoder."""
+
+    drafter: Tensor | None = None
+    amateur: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """A prompt and every resolved choice; nothing in it changes while it runs.
 
     `drafter` proposes tokens that the strategy may accept, judged as `verification` says; None for
     none. `companions` are further prompts whose rows mirror each sequence and appear in no output.
+    `second`: what the encoders of its draft model and its amateur made of the source.
     `adapters`: (name, weight) pairs of the adapters that all its feeds ask for. `hooks` see every
     step and may add to it. `salt`: only requests of equal salt share what their prompts begin with.
     `deadline`: a moment of the engine's clock from which on it takes no further step, whether it
@@ -79,6 +89,7 @@ class Request:
     readout: Readout | None = None
     drafter: Drafter | None = None
     verification: DraftVerification = MATCHING
+    second: SecondStates = SecondStates()
     wants: Wants = Wants()
     max_length: int = 2**31
     pad_prefix: int = 0

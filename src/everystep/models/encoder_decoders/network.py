@@ -199,6 +199,11 @@ class EncoderDecoder(Network):
         logits = self.head(hidden if scale is None else hidden * scale)
         return logits if self.logits_bias is None else logits + self.logits_bias[0]
 
+    def early_logits(self, hidden: Tensor) -> Tensor:
+        """Turn hidden states (..., E) before an earlier layer into logits (..., V), scaled and
+        shifted as the last ones are."""
+        return self.logits(hidden)
+
     def _scaled(self, hidden: Tensor) -> Tensor:
         return hidden if self.spec.embed_scale is None else hidden * self.spec.embed_scale
 

@@ -66,7 +66,7 @@ def _second_states(
     elif source is not None and assistant is not None and assistant.core.network.encodes:
         drafted = _encoded(assistant.core, assistant.executor_name, source)
     contrasted: Sequence[Tensor | None] = none
-    if source is not None and amateur is not None and amateur.core.network.encodes:
+    if source is not None and amateur is not None and amateur.is_encoder_decoder:
         contrasted = _encoded(amateur.core, amateur.executor_name, source)
     return map(SecondStates, drafted, contrasted)
 

@@ -15,11 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from everystep.bridge.core import ForeignModel
 from everystep.errors import RequestError, UnsupportedError
+from everystep.models import Model
 from everystep.nn.network import Heard
 from everystep.requests.arrays import of_row, read_positions
 from everystep.requests.features import Rows
+from everystep.requests.options import Assistant
 from everystep.requests.pictures import Pictures
+from everystep.requests.subject import Subject
 from everystep.types import Prompt
 
 
@@ -166,3 +170,85 @@ def behind(prompt: Prompt, count: int, per_token: frozenset[str]) -> Prompt:
         for name, x in prompt.inputs.items()
     }
     return replace(prompt, positions=positions, mask=mask, inputs=inputs)
+
+
+# --- what the encoders of second models read ------------------------------------------------------
+
+_DRAFTER, _AMATEUR = "assistant_model", "amateur_model"
+_STATES = "assistant_encoder_outputs"
+
+
+def refuse_second_encoders(
+    subject: Subject,
+    source: EncoderSource | None,
+    assistant: Assistant | None,
+    amateur: Subject | None,
+) -> None:
+    """Raise RequestError where the encoder of a model that drafts, or of an amateur, cannot read
+    what the model's own reads."""
+    given = source is not None and bool(source.assistant)
+    if given and (assistant is None or not assistant.core.network.encodes):
+        raise RequestError(
+            f"{_STATES} has no effect",
+            wanted=f"an {_DRAFTER} with an encoder beside it",
+            got="none" if assistant is None else "a decoder",
+            do=f"Leave {_STATES} out",
+        )
+    if assistant is not None and assistant.core.network.encodes:
+        _require_readable(_DRAFTER, subject, assistant.core, source)
+    if amateur is not None and amateur.is_encoder_decoder:
+        _require_readable(_AMATEUR, subject, amateur.core, source)
+
+
+def _require_readable(
+    name: str, subject: Subject, core: Model | ForeignModel, source: EncoderSource | None
+) -> None:
+    """Raise RequestError where the encoder of the second model of this name cannot read the
+    source."""
+    drafts, width = name == _DRAFTER, core.network.spec.width
+    if source is None:
+        raise RequestError(
+            f"{name} has an encoder, and nothing is brought for one to read",
+            wanted="a decoder, as the model is one",
+            got=f"{name} with an encoder",
+            do=f"Choose a decoder as {name}",
+        )
+    if drafts and source.assistant:
+        got = source.assistant[0].shape[-1]
+        if got != width:
+            what = f"{_STATES} are not of {name}"
+            raise RequestError(what, wanted=f"states of width {width}", got=got)
+    elif source.states:
+        raise RequestError(
+            f"the encoder of {name} has nothing to read",
+            wanted="the prompt itself" + f", or {_STATES}" * drafts,
+            got="encoder_outputs, which are those of the model",
+            do="Pass the prompt in place of encoder_outputs" + f", or {_STATES} beside" * drafts,
+        )
+    else:
+        _require_content(name, subject, core, source)
+
+
+def _require_content(
+    name: str, subject: Subject, core: Model | ForeignModel, source: EncoderSource
+) -> None:
+    """Raise RequestError where the prompts are of another kind or size than the encoder reads."""
+    own, most = subject.core.source, core.network.most_source_positions
+    for prompt in source.prompts:
+        wanted = ""
+        got: object = None
+        highest = -1 if prompt.ids is None else int(prompt.ids.max())
+        if core.source != own:
+            wanted, got = core.source or "ids or embeddings", own or "ids or embeddings"
+        elif own is not None:
+            core.sources({one: value[None] for one, value in prompt.whole.items()})
+        elif prompt.embeds is not None and prompt.embeds.shape[-1] != core.network.spec.width:
+            wanted, got = f"embeddings of width {core.network.spec.width}", prompt.embeds.shape[-1]
+        elif highest >= core.vocab_size:
+            wanted, got = f"ids below {core.vocab_size}", highest
+        elif most is not None and prompt.length > most:
+            wanted, got = f"at most {most} positions", prompt.length
+        if wanted:
+            what = f"the encoder of {name} cannot read this prompt"
+            do = "Choose a smaller model of the same family, or leave it out"
+            raise RequestError(what, wanted=wanted, got=got, do=do)

@@ -33,7 +33,13 @@ from everystep.processors.stacking import varies
 from everystep.requests.caches import continued, new_cache, require_possible, row_quantization
 from everystep.requests.drafts import drafts_of
 from everystep.requests.grammars import allowed_in, forces
-from everystep.requests.inputs import Inputs, placed, require_begun, require_unmasked
+from everystep.requests.inputs import (
+    Inputs,
+    placed,
+    refuse_second_encoders,
+    require_begun,
+    require_unmasked,
+)
 from everystep.requests.options import (
     NO_DRAFTING,
     Assistant,
@@ -45,7 +51,6 @@ from everystep.requests.options import (
 from everystep.requests.prefixes import after_prefix, refuse_unseen_states, require_fitting
 from everystep.requests.reading import unseen_prompt
 from everystep.requests.readouts import readout_of
-from everystep.requests.second_encoders import refuse_second_encoders
 from everystep.requests.strategies import require_candidates, require_known_words, strategy_of
 from everystep.requests.subject import Subject
 from everystep.stops.criteria import longest, merge
@@ -131,7 +136,9 @@ def prepare(
     by_field = fields.prompt_lookup_num_tokens or fields.assistant_early_exit
     if by_field or options.drafting is not NO_DRAFTING:
         drafts = drafts_of(subject, options, strategy)
-    refuse_second_encoders(subject, options, inputs.source)
+    source, second = inputs.source, (options.drafting.assistant, options.choosing.amateur)
+    if second != (None, None) or (source is not None and source.assistant):
+        refuse_second_encoders(subject, source, *second)
     _require_places(subject.core.network.most_positions, drafts[0], inputs, new)
     hidden, drafted = strategy.reads.hidden and runs != "loop", drafts[0] is not None
     if prefix is not None and hidden:

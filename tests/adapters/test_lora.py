@@ -1,4 +1,4 @@
-"""One LoRA on a tiny Llama: on for one row of a batch and off for its neighbour."""
+"""One Adapter on a tiny Llama: on for one row of a batch and off for its neighbour."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from everystep.adapters import Delta, LoRA, adapted
+from everystep.adapters import Adapter, Delta, adapted
 from everystep.api.model import LanguageModel
 from everystep.engine import Engine, Lockstep
 from everystep.errors import RequestError, UnsupportedError
@@ -123,7 +123,7 @@ def test_the_weights_below_may_be_packed_or_quantised(
     plain = convert_model(packed, dtype=torch.float32, exact_activations=True)
     layer, x = packed.network.layers[0], torch.randn(5, 32)
     delta = Delta(torch.randn(2, 32), torch.randn(8, 2), 0.5, start=32)
-    lora, places = LoRA({"layers.0.qkv": (delta,)}), torch.tensor([3, 1])
+    lora, places = Adapter({"layers.0.qkv": (delta,)}), torch.tensor([3, 1])
     for model in (packed, plain):
         changed = adapted(model.network, {"a": lora}, [((("a", 2.0),), places)])
         base = model.network.layers[0].qkv(x)
@@ -140,7 +140,7 @@ def test_it_learns_where_the_weights_below_are_plain() -> None:
     model = random_model(with_attention(qk_norm="heads"), dtype=torch.float32, learns=True)
     delta = Delta(torch.randn(2, 32, requires_grad=True), torch.randn(64, 2), 0.5)
     delta.b.requires_grad_()
-    lora, places = LoRA({"layers.0.qkv": (delta,), "layers.1.out": ()}), torch.arange(5)
+    lora, places = Adapter({"layers.0.qkv": (delta,), "layers.1.out": ()}), torch.arange(5)
     network = adapted(model.network, {"a": lora}, [((("a", 1.0),), places)])
     replace(model, network=network).forward(torch.arange(5)[None]).square().sum().backward()
     for leaf in (delta.a, delta.b, model.network.table):

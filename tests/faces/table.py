@@ -126,6 +126,8 @@ def line(asked: Asked) -> Tokens:
         option = f"--{names[name].replace('_', '-')}" if name in names else None
         if option is None or value is None:
             continue
+        if name == "force_words_ids":  # which are typed as texts
+            value = [TOKENIZER.decode(ids) for ids in value]
         if isinstance(value, bool):
             typed.append(option if value else f"--no-{option[2:]}")
         else:

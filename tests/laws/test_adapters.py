@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from everystep.adapters import Delta, LoRA, lora, read_lora
+from everystep.adapters import Adapter, Delta, adapter, read_adapter
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, named_weights
 from everystep.types import Extra, Request, Verb, Work
@@ -50,27 +50,27 @@ CHOICES: tuple[Pairs, ...] = (
 
 
 @cache
-def tensors(name: str, adapter: str) -> dict[str, Tensor]:
-    rank, projections = ADAPTERS[adapter]
+def tensors(name: str, one: str) -> dict[str, Tensor]:
+    rank, projections = ADAPTERS[one]
     weights = dict(named_weights(random_model(SPECS[name])))
-    return random_lora(weights, sum(map(ord, adapter)), projections, rank)
+    return random_lora(weights, sum(map(ord, one)), projections, rank)
 
 
 @cache
 def merged(name: str, pairs: Pairs) -> Model:
     model = random_model(SPECS[name])
-    for adapter, weight in pairs:
-        merge(dict(named_weights(model)), tensors(name, adapter), weight)
+    for one, weight in pairs:
+        merge(dict(named_weights(model)), tensors(name, one), weight)
     return model
 
 
 @cache
-def adapters(name: str) -> dict[str, LoRA]:
+def adapters(name: str) -> dict[str, Adapter]:
     found, model = {}, random_model(SPECS[name])
     with TemporaryDirectory() as folder:
-        for adapter, (rank, _) in ADAPTERS.items():
-            place = write_folder(Path(folder) / adapter, tensors(name, adapter), r=rank)
-            found[adapter] = read_lora(place, model)
+        for one, (rank, _) in ADAPTERS.items():
+            place = write_folder(Path(folder) / one, tensors(name, one), r=rank)
+            found[one] = read_adapter(place, model)
     return found
 
 
@@ -171,7 +171,7 @@ def test_a_neighbours_adapter_changes_no_bit(name: str) -> None:
 
 # --- mutants --------------------------------------------------------------------------------------
 
-_true_uses = lora._uses
+_true_uses = adapter._uses
 
 
 def _everybody_asks(decoder: Any, known: Any, asked: Any) -> Any:
@@ -190,9 +190,9 @@ def _weights_are_one(decoder: Any, known: Any, asked: Any) -> Any:
 
 
 MUTANTS = {
-    "adapter of a neighbour": partial(replaced, _everybody_asks, (lora, "_uses")),
+    "adapter of a neighbour": partial(replaced, _everybody_asks, (adapter, "_uses")),
     "scale forgotten": partial(replaced, _without_scale, (Delta, "__call__")),
-    "weight forgotten": partial(replaced, _weights_are_one, (lora, "_uses")),
+    "weight forgotten": partial(replaced, _weights_are_one, (adapter, "_uses")),
 }
 
 

@@ -209,6 +209,7 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "prefix": (es.Prefix, {}),
     "hooks": ([Louder()], {}),
     "adapter_names": ("formal", {}),
+    "adapters": ({"formal": 0.5}, {}),
     # searches and layers
     "num_beam_groups": (2, {"num_beams": 4, "diversity_penalty": 0.5}),
     "dola_layers": ("low", {}),
@@ -281,6 +282,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_OF_STEPS, ("es.generate", "es.stream")),
     "timeout": ("model.generate", "es.open"),
     "adapter_names": EVERYWHERE,  # by this model, which has none
+    "adapters": EVERYWHERE,
 }
 """Argument -> the faces on which it is an error that says what to do."""
 

@@ -1,5 +1,7 @@
-"""Low-rank changes of a model's projections, chosen by each request for itself."""
+"""Changes of a model's projections, chosen by each request for itself."""
 
+from everystep.adapters.adapter import Adapter, Mix, adapted, merged
+from everystep.adapters.changes import Change, Delta
 from everystep.adapters.known import (
     Adapters,
     moved_adapters,
@@ -7,17 +9,18 @@ from everystep.adapters.known import (
     with_adapter,
     without_adapter,
 )
-from everystep.adapters.lora import Delta, LoRA, adapted, merged
-from everystep.adapters.peft_folder import read_lora
+from everystep.adapters.peft_folder import read_adapter
 
 __all__ = [
+    "Adapter",
     "Adapters",
+    "Change",
     "Delta",
-    "LoRA",
+    "Mix",
     "adapted",
     "merged",
     "moved_adapters",
-    "read_lora",
+    "read_adapter",
     "require_adapter",
     "with_adapter",
     "without_adapter",

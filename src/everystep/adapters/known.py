@@ -7,16 +7,16 @@ from os import PathLike
 
 import torch
 
-from everystep.adapters.lora import LoRA
-from everystep.adapters.peft_folder import read_lora
+from everystep.adapters.adapter import Adapter
+from everystep.adapters.peft_folder import read_adapter
 from everystep.errors import RequestError, shown
 from everystep.models import Model
 
-Adapters = Mapping[str, LoRA]
+Adapters = Mapping[str, Adapter]
 
 
 def with_adapter(known: Adapters, name: str, folder: str | PathLike[str], model: Model) -> Adapters:
-    """Return these and the LoRA in a PEFT folder.
+    """Return these and the adapter in a PEFT folder.
 
     Raise RequestError for a name taken or invalid.
     """
@@ -27,7 +27,7 @@ def with_adapter(known: Adapters, name: str, folder: str | PathLike[str], model:
             got=shown(name),
             do="Choose another, or call delete_adapter first",
         )
-    return {**known, name: read_lora(folder, model)}
+    return {**known, name: read_adapter(folder, model)}
 
 
 def without_adapter(known: Adapters, name: str) -> Adapters:

@@ -193,7 +193,7 @@ class LanguageModel(LoopMethods, Subject):
     def load_adapter(self, name: str, folder: Folder) -> None:
         """Let requests ask for the LoRA in a PEFT folder by this name from now on.
 
-        A call that is running goes on without it. See `read_lora` for what is refused; a wrapped
+        A call that is running goes on without it. See `read_adapter` for what is refused; a wrapped
         PEFT model loads it by itself.
         """
         self._held.load_adapter(name, folder)

@@ -88,7 +88,7 @@ def prefill(
         raise RequestError("a prefix is one row", wanted=1, got=read.batch, do="Make one per row")
     (own,) = read.prompts
     require_whole(own)
-    (adapters,) = adapters_of(options.adapter_names, 1)
+    (adapters,) = adapters_of(options.adapters, 1)
     with inference_mode():
         past = _held(model, own, read.values, read.pictures, adapters)
     return Prefix(replace(own, past=None), past, model.core, adapters)

@@ -185,7 +185,7 @@ def score(
     read_count("best", best, model.vocab_size)
     asked = Arguments(objects=Objects(adapter_names=adapter_names))
     options = read_options(model, asked, tokenizer)
-    (adapters,) = adapters_of(adapter_names, 1)
+    (adapters,) = adapters_of(options.adapters, 1)
     pairs = zip(rows, before, strict=True)
     read = [_read(model, tokenizer, text, own, options) for text, own in pairs]
     found: list[list[tuple[Tensor, ...]]] = [[] for _ in rows]

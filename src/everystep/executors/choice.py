@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from everystep.adapters import LoRA
+from everystep.adapters import Adapter
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.errors import RequestError, UnsupportedError
 from everystep.executors.base import Executor
@@ -31,7 +31,7 @@ def open_executor(
     needs: Set[str] = frozenset(),
     quantization: Quantization | None = None,
     cache_dtype: CacheDtype | None = None,
-    adapters: Mapping[str, LoRA] | None = None,
+    adapters: Mapping[str, Adapter] | None = None,
 ) -> Executor:
     """Open an executor without rows that has the abilities in `needs`.
 

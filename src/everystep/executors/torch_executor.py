@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.adapters import LoRA, adapted
+from everystep.adapters import Adapter, adapted
 from everystep.cache.context import CacheContext
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.cache.plan import Plan, runs
@@ -49,7 +49,7 @@ class TorchExecutor:
         model: Model,
         quantization: Quantization | None = None,
         cache_dtype: CacheDtype | None = None,
-        adapters: Mapping[str, LoRA] | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
         network = model.network
         self._network = network

@@ -6,13 +6,16 @@ which True is what is seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.adapters import Mix
+from everystep.config.kinds import is_number
 from everystep.errors import RequestError, shown
 from everystep.executors.positions import require_positions
 from everystep.types import InputSpec
@@ -299,17 +302,54 @@ def _stranger(listed: object, belongs: Callable[[object], bool]) -> object:
     return next((one for one in each if not belongs(one)), listed)
 
 
-def read_adapters(value: object, known: Sequence[str]) -> object:
-    """Return the value; RequestError if it names an adapter that the model does not have."""
-    names = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
-    if strangers := [one for one in names if isinstance(one, str) and one not in known]:
+_NOBODY = "__base__"
+
+
+def read_adapters(names: object, mixes: object, known: Sequence[str]) -> Mix | list[Mix] | None:
+    """Return the adapters of all rows, or of each; None where nothing was said.
+
+    `names`, `mixes`: what was passed as `adapter_names` and as `adapters`, which are read alike: a
+    name, several, weights by name, "__base__" or None, or a list with one of these for each row.
+    RequestError for anything else, and for an adapter that the model does not have.
+    """
+    if names is not None and mixes is not None:
+        what, do = (
+            "adapter_names and adapters both say which adapters a row has",
+            "Pass one of them",
+        )
+        raise RequestError(what, wanted="one of the two", got="both", do=do)
+    keyword, value = ("adapters", mixes) if names is None else ("adapter_names", names)
+    if isinstance(value, list | tuple):
+        return [_mix(keyword, one, known) for one in value]
+    return None if value is None else _mix(keyword, value, known)
+
+
+def _mix(keyword: str, value: object, known: Sequence[str]) -> Mix:
+    """Return what one row asks for."""
+    if value is None or (value == _NOBODY and _NOBODY not in known):
+        return ()
+    given: object = value
+    if isinstance(value, str):
+        given = {value: 1.0}
+    elif isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
+        given = dict.fromkeys(value, 1.0)
+    if not isinstance(given, Mapping) or not all(
+        isinstance(name, str) and is_number(weight) and math.isfinite(weight)
+        for name, weight in given.items()
+    ):
         raise RequestError(
-            "adapter_names has one that the model does not have",
+            f"{keyword} does not say which adapters a row has",
+            wanted="a name, or names with weights, as {'formal': 0.7, 'terse': 0.3}",
+            got=shown(value),
+        )
+    if strangers := [name for name in given if name not in known]:
+        raise RequestError(
+            f"{keyword} has one that the model does not have",
             wanted=", ".join(known) or "none",
             got=shown(strangers[0]),
             do="Load it with model.load_adapter first",
         )
-    return value
+    return tuple((name, float(weight)) for name, weight in given.items())
 
 
 def _is_hook(value: object) -> bool:

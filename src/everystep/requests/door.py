@@ -114,6 +114,10 @@ class Objects:
         "str | Sequence[str | None] | None",
         "The adapter that the model runs with, by the name it was loaded under, or one per row.",
     )
+    adapters: object = keyword(
+        "Mapping[str, float] | Sequence[Mapping[str, float] | str | None] | None",
+        'Adapters with their weights, {"a": 0.7, "b": 0.3}, or a list with such a mix per row.',
+    )
     schema: object = keyword(
         "str | Mapping[str, object] | bool | None", "The JSON schema that the text follows."
     )

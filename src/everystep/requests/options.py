@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from everystep.adapters import Mix
 from everystep.bridge.core import ForeignModel
 from everystep.config import Effective
 from everystep.draws import SeededDraws, SharedDraws, seed_of
@@ -178,7 +179,7 @@ class Options:
 
     `effective`: every field of the configuration. `seed`: one integer, from which each row gets its
     own, or one for each row. `prefix`: what comes before every prompt; `salt`: prompts of another
-    one share no rows with these. `adapter_names`: one for all rows or one each, None for what is
+    one share no rows with these. `adapters`: a mix for all rows or a list of them, None for what is
     active. `deadline`: the moment from which on it takes no step. `starts_answer`: whether a chat
     template begins the answer to the messages; `trims`: whether texts lose the stop string that
     ended them. `negative_prompt`: what guidance leads away from, as a call about prompts passed it.
@@ -194,7 +195,7 @@ class Options:
     seed: object = None
     prefix: Prefix | None = None
     salt: str | None = None
-    adapter_names: object = None
+    adapters: Mix | list[Mix] | None = None
     deadline: float | None = None
     starts_answer: bool = True
     trims: bool = False
@@ -212,22 +213,19 @@ def draws_of(seed: object, first: int, rows: int) -> tuple[Draws, ...]:
     return tuple(map(SeededDraws, seeds))
 
 
-def adapters_of(names: object, rows: int) -> tuple[tuple[tuple[str, float], ...], ...]:
-    """Return (rows,) the adapters of each row, as in a request; RequestError where that is
-    unclear."""
-    each = [names] * rows if names is None or isinstance(names, str) else names
-    if (
-        not isinstance(each, list | tuple)
-        or len(each) != rows
-        or not all(isinstance(one, str | None) for one in each)
-    ):
+def adapters_of(asked: Mix | list[Mix] | None, rows: int) -> tuple[Mix, ...]:
+    """Return (rows,) the adapters of each row, as in a request; RequestError where they are not as
+    many as the rows."""
+    if not isinstance(asked, list):
+        return (asked or (),) * rows
+    if len(asked) != rows:
         raise RequestError(
             "adapter_names does not fit the call",
-            wanted=f"a name, or {rows} of them",
-            got=shown(names),
-            do="Pass one name per row of the prompt",
+            wanted=f"a name or a mix, or {rows} of them",
+            got=f"{len(asked)} of them",
+            do="Pass one per row of the prompt; with several prompts options=[{'adapters': ...}]",
         )
-    return tuple(((one, 1.0),) if one is not None else () for one in each)
+    return tuple(asked)
 
 
 def read_seeds(seed: object, rows: int) -> tuple[int, ...]:

@@ -212,8 +212,8 @@ def _requests(
     if fields.guidance_scale is not None or fields.dola_layers or contrast is not None:
         readout, companions = readout_of(subject, fields, contrast, steering, inputs)
     adapters: Sequence[tuple[tuple[str, float], ...]] = none
-    if options.adapter_names is not None:
-        adapters = adapters_of(options.adapter_names, inputs.batch)
+    if options.adapters is not None:
+        adapters = adapters_of(options.adapters, inputs.batch)
     draws, pads = draws_of(options.seed, inputs.number, inputs.batch), inputs.pads
     return tuple(
         Request(

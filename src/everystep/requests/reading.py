@@ -88,7 +88,7 @@ def read_options(
                 bool(beside.return_legacy_cache),
             ),
             prefix=read_prefix(objects.prefix),
-            adapter_names=read_adapters(objects.adapter_names, subject.adapters),
+            adapters=read_adapters(objects.adapter_names, objects.adapters, subject.adapters),
         )
     elif beside.return_legacy_cache:
         options = replace(options, recording=Recording(legacy_cache=True))

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _BUDGET = 1024
 _READ_ONCE = (
     *("add_generation_prompt", "trim_stop_strings", "return_dict_in_generate"),
-    *("negative_prompt", "prefix", "cache_salt", "adapter_names", "hooks"),
+    *("negative_prompt", "prefix", "cache_salt", "adapter_names", "adapters", "hooks"),
 )
 
 

@@ -1,0 +1,264 @@
+"""Adapters of a decoder: changes of its projections, position by position.
+
+Each position of a step may ask for a mix: adapters by name, each with a weight, in an order. The
+first one stands around the projection, and each further one around those before it. Where all of
+them add, the order makes no difference; a change that turns or scales what is inside does not touch
+what stands around it. Where an adapter comes from is not known here.
+
+The product of a projection is computed for all positions of a step at once, as without adapters. So
+a position without adapters keeps its bits, whatever its neighbours ask for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everystep.adapters.changes import Addition, Change
+from everystep.models.decoder import Decoder
+from everystep.models.model import Model
+from everystep.nn.digests import add_tensor
+from everystep.nn.linear import LinearMap, Matrix, dense
+
+_ROLES = ("qkv", "out", "up", "down")  # the projections of a layer that adapters change
+
+Mix = tuple[tuple[str, float], ...]
+"""(name, weight) pairs of adapters, the innermost first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """The changes of each projection by its key, as "layers.0.qkv".
+
+    Projections that read the same input are one matrix in a decoder, so one may have several.
+    """
+
+    targets: Mapping[str, tuple[Change, ...]]
+
+    @property
+    def adds(self) -> bool:
+        """True if all of its changes add, so that order makes no difference."""
+        return all(isinstance(one, Addition) for each in self.targets.values() for one in each)
+
+    def digest(self) -> str:
+        """Return a text that is equal for adapters that agree in every bit."""
+        digest = hashlib.sha256()
+        for key, changes in sorted(self.targets.items()):
+            for one in changes:
+                _describe(digest, key, one)
+        return digest.hexdigest()
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Adapter:
+        """Return the same adapter on a device, in a type."""
+        return Adapter(
+            {
+                key: tuple(one.to(device, dtype) for one in changes)
+                for key, changes in self.targets.items()
+            }
+        )
+
+
+def _describe(digest: Any, key: str, change: Change) -> None:
+    name = f"{key} {type(change).__name__} {change.start}"
+    digest.update(name.encode())
+    own: Any = change
+    for one in fields(own):
+        value = getattr(change, one.name)
+        if isinstance(value, Tensor):
+            add_tensor(digest, f"{name} {one.name}", value)
+        elif isinstance(value, Change):
+            _describe(digest, f"{name} {one.name}", value)
+        else:
+            told = float(value).hex() if isinstance(value, float) else str(value)
+            digest.update(f" {one.name}={told}".encode())
+
+
+# --- in the weights -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _MergedLinear(LinearMap):
+    """A map as a weight and a bias alone, float values with changes in them.
+
+    The weight is made when it is asked for. `changes`: with their weights, the innermost first.
+    """
+
+    base: LinearMap
+    bias: Tensor | None
+    changes: tuple[tuple[Change, float], ...]
+
+    def matrix(self) -> Tensor:
+        """Return (out, in), a copy."""
+        return _merge(self.base, self.changes)[0]
+
+
+def _merge(
+    base: LinearMap, changes: tuple[tuple[Change, float], ...]
+) -> tuple[Tensor, Tensor | None]:
+    """Return copies of the weight and the bias of a map, with the changes in them."""
+    found = dense(base.matrix()).detach().clone()
+    bias = None if base.bias is None else base.bias.detach().clone()
+    wide = torch.promote_types(found.dtype, torch.float32)
+    for change, weight in changes:
+        own = slice(change.start, change.start + change.rows)
+        inside = found[own].to(wide), None if bias is None else bias[own].to(wide)
+        matrix, shifted = change.merged(inside, weight)
+        found[own] = matrix.to(found.dtype)
+        if bias is not None and shifted is not None:
+            bias[own] = shifted.to(bias.dtype)
+    return found, bias
+
+
+def merged(model: Model, adapters: Sequence[tuple[Adapter, float]]) -> Model:
+    """Return the model with a mix of adapters in its weights; only to be exported.
+
+    Its maps compute nothing. A model that is no decoder takes no adapters. Raise UnsupportedError
+    for a bias where the model has none.
+    """
+    network = model.network
+    if not isinstance(network, Decoder):
+        return model
+
+    def changed(key: str, base: LinearMap) -> LinearMap:
+        changes = tuple((one, weight) for a, weight in adapters for one in a.targets.get(key, ()))
+        return _MergedLinear(base, _merge(base, changes)[1], changes) if changes else base
+
+    layers = []
+    for index, layer in enumerate(network.layers):
+        maps: dict[str, Any] = {
+            role: changed(f"layers.{index}.{role}", getattr(layer, role)) for role in _ROLES
+        }
+        layers.append(replace(layer, **maps))
+    return replace(model, network=replace(network, layers=tuple(layers)))
+
+
+# --- in a step ------------------------------------------------------------------------------------
+
+_Use = tuple[Adapter, Tensor, Tensor]
+"""An adapter in a step: the positions (n,) that want it, and with which weights (n, 1)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Nest:
+    """Changes that stand around each other at positions (n,), the innermost first.
+
+    `parts`: the changes, with their weights, of each stretch of rows of a map.
+    """
+
+    places: Tensor
+    parts: tuple[tuple[tuple[Change, float], ...], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _AdaptedLinear(LinearMap):
+    """A map, whatever its storage, with changes for some of the N positions that it reads.
+
+    `added`: each with the positions (n,) that want it, and their weights (n, 1). `nests`: what
+    other positions want.
+    """
+
+    base: LinearMap
+    bias: Tensor | None
+    added: tuple[tuple[Addition, Tensor, Tensor], ...]
+    nests: tuple[_Nest, ...] = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._changed(self.base(x), x, None)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self._changed(self.base.add_to(residual, x), x, residual)
+
+    def matrix(self) -> Matrix:
+        """Return the weight of the map, without changes."""
+        return self.base.matrix()
+
+    def _changed(self, y: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
+        for one, places, weights in self.added:
+            rows = y[:, one.start : one.start + one.rows]
+            rows.index_add_(0, places, one(x[places]) * weights)
+        for nest in self.nests:
+            plain = self.base(x[nest.places])
+            for part in nest.parts:
+                own = slice(part[0][0].start, part[0][0].start + part[0][0].rows)
+                found = self._around(part, x[nest.places], plain, own)
+                if residual is not None:
+                    found = residual[nest.places, own] + found
+                y[nest.places, own] = found
+        return y
+
+    def _around(
+        self, part: tuple[tuple[Change, float], ...], x: Tensor, plain: Tensor, own: slice
+    ) -> Tensor:
+        """Return (n, rows) of the rows `own`, after all changes; `plain`: (n, out) without any."""
+        read = [x]
+        for change, weight in reversed(part):
+            read.append(change.before(read[-1], weight))
+        y = (plain if read[-1] is x else self.base(read[-1]))[:, own]
+        bias = None if self.bias is None else self.bias[own]
+        for (change, weight), given in zip(part, reversed(read[:-1]), strict=True):
+            y = change.after(y, given, bias, weight)
+        return y
+
+
+AskedAdapters = Iterable[tuple[Mix, Tensor]]
+"""Mixes of known adapters, and the positions (n,) that want them."""
+
+
+def adapted(decoder: Decoder, adapters: Mapping[str, Adapter], asked: AskedAdapters) -> Decoder:
+    """Return the decoder for one step over N positions, some of which ask for adapters."""
+    asked = [(mix, places.to(decoder.device)) for mix, places in asked]
+    sums = [one for one in asked if all(adapters[name].adds for name, _ in one[0])]
+    uses = _uses(decoder, adapters, sums)
+    nested = [one for one in asked if not all(adapters[name].adds for name, _ in one[0])]
+    layers = []
+    for index, layer in enumerate(decoder.layers):
+        changed: dict[str, Any] = {}
+        for role in _ROLES:
+            key, base = f"layers.{index}.{role}", getattr(layer, role)
+            added = tuple(
+                (change, places, weights)
+                for adapter, places, weights in uses
+                for change in adapter.targets.get(key, ())
+                if isinstance(change, Addition)
+            )
+            nests = tuple(
+                _Nest(places, parts)
+                for mix, places in nested
+                if (parts := _parts(key, adapters, mix))
+            )
+            if added or nests:
+                changed[role] = _AdaptedLinear(base, base.bias, added, nests)
+        layers.append(replace(layer, **changed))
+    return replace(decoder, layers=tuple(layers))
+
+
+def _parts(
+    key: str, adapters: Mapping[str, Adapter], mix: Mix
+) -> tuple[tuple[tuple[Change, float], ...], ...]:
+    """Return the changes that a mix makes of one projection, by the rows that they change."""
+    found: dict[int, list[tuple[Change, float]]] = {}
+    for name, weight in mix:
+        for change in adapters[name].targets.get(key, ()):
+            found.setdefault(change.start, []).append((change, weight))
+    return tuple(map(tuple, found.values()))
+
+
+def _uses(decoder: Decoder, adapters: Mapping[str, Adapter], asked: AskedAdapters) -> list[_Use]:
+    """Return each adapter once, with all positions that ask for it, by name: so the order in which
+    a position's sum is taken does not depend on its neighbours."""
+    found: dict[str, list[tuple[Tensor, float]]] = {}
+    for mix, places in asked:
+        for name, weight in mix:
+            found.setdefault(name, []).append((places, weight))
+    uses = []
+    for name, wanted in sorted(found.items()):
+        places = torch.cat([at for at, _ in wanted])
+        each = [torch.full((len(at), 1), weight, dtype=torch.float64) for at, weight in wanted]
+        weights = torch.cat(each).to(decoder.device, decoder.dtype)
+        uses.append((adapters[name], places.to(decoder.device), weights))
+    return uses

@@ -1,0 +1,263 @@
+"""What an adapter does to some rows of one linear map, one class for each way of doing it.
+
+A change stands around what is inside it: the map, or the map with other changes. It may turn what
+the inside reads, and change what the inside gives. Its weight says how much of the difference it
+makes: 0 leaves the inside as it is, 1 is the change as it was trained.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor
+
+from everystep.errors import UnsupportedError
+
+Map = tuple[Tensor, Tensor | None]
+"""A weight (rows, in), and a bias (rows,) or None."""
+
+
+class Change(ABC):
+    """A change of rows [start, start + rows) of a map; a frozen dataclass."""
+
+    __slots__ = ()
+    start: int
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """The number of rows that it changes."""
+
+    def before(self, x: Tensor, weight: float) -> Tensor:
+        """Turn what it reads (n, in) into what the inside reads."""
+        return x
+
+    @abstractmethod
+    def after(self, y: Tensor, x: Tensor, bias: Tensor | None, weight: float) -> Tensor:
+        """Turn what the inside gives (n, rows) into what it gives; `x`: (n, in) what it has read,
+        `bias`: (rows,) of the map."""
+
+    @abstractmethod
+    def merged(self, inside: Map, weight: float) -> Map:
+        """Return the weight and the bias of a map that gives the same."""
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Self:
+        """Return the same change on a device, in a type."""
+        own: Any = self
+        found = {
+            one.name: value.to(device, dtype)
+            for one in fields(own)
+            if isinstance(value := getattr(self, one.name), Tensor | Change)
+        }
+        return cast(Self, replace(own, **found))
+
+
+# --- what is added --------------------------------------------------------------------------------
+
+
+class Addition(Change):
+    """A change that adds a function of what is read, whatever is inside."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map (..., in) -> (..., rows)."""
+
+    @abstractmethod
+    def product(self, dtype: torch.dtype) -> Tensor:
+        """Return (rows, in), the weight of what is added."""
+
+    def after(self, y: Tensor, x: Tensor, bias: Tensor | None, weight: float) -> Tensor:
+        return y + self(x) * weight
+
+    def merged(self, inside: Map, weight: float) -> Map:
+        matrix, bias = inside
+        return matrix + self.product(matrix.dtype) * weight, bias
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Delta(Addition):
+    """`scale` * (x A^T B^T + shift). `a`: (rank, in); `b`: (rows, rank); `shift`: (rows,) or None.
+
+    LoRA (Hu et al. 2021), and what can be written so: AdaLoRA, VeRA.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    start: int = 0
+    shift: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.b)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = (x @ self.a.T) @ self.b.T
+        return (y if self.shift is None else y + self.shift) * self.scale
+
+    def product(self, dtype: torch.dtype) -> Tensor:
+        return self.b.to(dtype) @ self.a.to(dtype) * self.scale
+
+    def merged(self, inside: Map, weight: float) -> Map:
+        matrix, bias = inside
+        matrix = matrix + self.b.to(matrix.dtype) @ self.a.to(matrix.dtype) * (self.scale * weight)
+        if self.shift is None:
+            return matrix, bias
+        if bias is None:
+            raise UnsupportedError(
+                "an adapter adds a bias to a projection that has none",
+                wanted="an adapter without lora_bias, to be merged into the weights",
+                got=f"a bias of {self.rows} values",
+                do="Name it in each call instead of merging it",
+            )
+        return matrix, bias + self.shift.to(bias.dtype) * (self.scale * weight)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dense(Addition):
+    """x W^T; `matrix`: (rows, in). LoHa (Hyeon-Woo et al. 2021)."""
+
+    matrix: Tensor
+    start: int = 0
+
+    @property
+    def rows(self) -> int:
+        return len(self.matrix)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x @ self.matrix.T
+
+    def product(self, dtype: torch.dtype) -> Tensor:
+        return self.matrix.to(dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kronecker(Addition):
+    """x (L ⊗ R)^T, never made as a whole; `left`: (a, c), `right`: (b, d), rows = a b, in = c d.
+
+    LoKr (Yeh et al. 2023).
+    """
+
+    left: Tensor
+    right: Tensor
+    start: int = 0
+
+    @property
+    def rows(self) -> int:
+        return len(self.left) * len(self.right)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        folded = x.reshape(*x.shape[:-1], self.left.shape[1], self.right.shape[1])  # (..., c, d)
+        return (self.left @ (folded @ self.right.T)).flatten(-2)  # (..., a, b)
+
+    def product(self, dtype: torch.dtype) -> Tensor:
+        return torch.kron(self.left.to(dtype), self.right.to(dtype))
+
+
+# --- what turns or scales -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotation(Change):
+    """What is inside reads x R, block by block; `turns`: (blocks, n, n), in = blocks n.
+
+    OFT (Qiu et al. 2023).
+    """
+
+    turns: Tensor
+    height: int
+    start: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.height
+
+    def before(self, x: Tensor, weight: float) -> Tensor:
+        folded = x.reshape(*x.shape[:-1], *self.turns.shape[:2])
+        turned = torch.einsum("...bk,bkc->...bc", folded, self.turns).flatten(-2)
+        return x + (turned - x) * weight if weight != 1 else turned
+
+    def after(self, y: Tensor, x: Tensor, bias: Tensor | None, weight: float) -> Tensor:
+        return y
+
+    def merged(self, inside: Map, weight: float) -> Map:
+        matrix, bias = inside
+        one = torch.eye(self.turns.shape[1], dtype=matrix.dtype, device=matrix.device)
+        turns = one + (self.turns.to(matrix.dtype) - one) * weight
+        folded = matrix.reshape(-1, *self.turns.shape[:2])
+        return torch.einsum("rbc,bkc->rbk", folded, turns).flatten(-2), bias
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InputScaling(Change):
+    """What is inside reads x times `factors` (in,). IA3 (Liu et al. 2022) of feed-forward maps."""
+
+    factors: Tensor
+    height: int
+    start: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.height
+
+    def before(self, x: Tensor, weight: float) -> Tensor:
+        return x * (1 + (self.factors - 1) * weight)
+
+    def after(self, y: Tensor, x: Tensor, bias: Tensor | None, weight: float) -> Tensor:
+        return y
+
+    def merged(self, inside: Map, weight: float) -> Map:
+        matrix, bias = inside
+        return matrix * (1 + (self.factors.to(matrix.dtype) - 1) * weight), bias
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputScaling(Change):
+    """What is inside gives is taken times `factors` (rows,), the bias too. IA3 of other maps."""
+
+    factors: Tensor
+    start: int = 0
+
+    @property
+    def rows(self) -> int:
+        return len(self.factors)
+
+    def after(self, y: Tensor, x: Tensor, bias: Tensor | None, weight: float) -> Tensor:
+        return y * (1 + (self.factors - 1) * weight)
+
+    def merged(self, inside: Map, weight: float) -> Map:
+        matrix, bias = inside
+        factors = 1 + (self.factors.to(matrix.dtype) - 1) * weight
+        return matrix * factors[:, None], None if bias is None else bias * factors.to(bias.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Magnitude(Change):
+    """Each row of the inside with the delta added gets another length, and the bias stays.
+
+    `gains`: (rows,) the wanted lengths as shares of those that the rows of the map have with the
+    delta. DoRA (Liu et al. 2024).
+    """
+
+    delta: Delta
+    gains: Tensor
+    start: int = 0
+
+    @property
+    def rows(self) -> int:
+        return len(self.gains)
+
+    def after(self, y: Tensor, x: Tensor, bias: Tensor | None, weight: float) -> Tensor:
+        straight = y if bias is None else y - bias
+        return y + ((self.gains - 1) * straight + self.gains * self.delta(x)) * weight
+
+    def merged(self, inside: Map, weight: float) -> Map:
+        matrix, bias = inside
+        gains = self.gains.to(matrix.dtype)[:, None]
+        more = (gains - 1) * matrix + gains * self.delta.product(matrix.dtype)
+        return matrix + more * weight, bias

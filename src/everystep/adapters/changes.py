@@ -164,7 +164,7 @@ class Kronecker(Addition):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation(Change):
-    """What is inside reads x R, block by block; `turns`: (blocks, n, n), in = blocks n.
+    """A rotation of what the inside reads, x R block by block; `turns`: (blocks, n, n), in = blocks n.
 
     OFT (Qiu et al. 2023).
     """
@@ -195,7 +195,7 @@ class Rotation(Change):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputScaling(Change):
-    """What is inside reads x times `factors` (in,). IA3 (Liu et al. 2022) of feed-forward maps."""
+    """A scale of what the inside reads, `factors` (in,): IA3 (Liu et al. 2022) of some maps."""
 
     factors: Tensor
     height: int
@@ -218,7 +218,7 @@ class InputScaling(Change):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputScaling(Change):
-    """What is inside gives is taken times `factors` (rows,), the bias too. IA3 of other maps."""
+    """A scale of what the inside gives, the bias too, `factors` (rows,): IA3 of other maps."""
 
     factors: Tensor
     start: int = 0

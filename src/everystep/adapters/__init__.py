@@ -1,7 +1,7 @@
 """Changes of a model's projections, chosen by each request for itself."""
 
 from everystep.adapters.adapter import Adapter, Mix, adapted, merged
-from everystep.adapters.changes import Change, Delta
+from everystep.adapters.changes import AdapterChange, Delta
 from everystep.adapters.known import (
     Adapters,
     moved_adapters,
@@ -14,7 +14,7 @@ from everystep.adapters.peft_folder import read_adapter
 __all__ = [
     "Adapter",
     "Adapters",
-    "Change",
+    "AdapterChange",
     "Delta",
     "Mix",
     "adapted",

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everystep.adapters.changes import Addition, Change
+from everystep.adapters.changes import AdapterChange, Addition
 from everystep.models.decoder import Decoder
 from everystep.models.model import Model
 from everystep.nn.digests import add_tensor
@@ -38,7 +38,7 @@ class Adapter:
     Projections that read the same input are one matrix in a decoder, so one may have several.
     """
 
-    targets: Mapping[str, tuple[Change, ...]]
+    targets: Mapping[str, tuple[AdapterChange, ...]]
 
     @property
     def adds(self) -> bool:
@@ -63,7 +63,7 @@ class Adapter:
         )
 
 
-def _describe(digest: Any, key: str, change: Change) -> None:
+def _describe(digest: Any, key: str, change: AdapterChange) -> None:
     name = f"{key} {type(change).__name__} {change.start}"
     digest.update(name.encode())
     own: Any = change
@@ -71,7 +71,7 @@ def _describe(digest: Any, key: str, change: Change) -> None:
         value = getattr(change, one.name)
         if isinstance(value, Tensor):
             add_tensor(digest, f"{name} {one.name}", value)
-        elif isinstance(value, Change):
+        elif isinstance(value, AdapterChange):
             _describe(digest, f"{name} {one.name}", value)
         else:
             told = float(value).hex() if isinstance(value, float) else str(value)
@@ -90,7 +90,7 @@ class _MergedLinear(LinearMap):
 
     base: LinearMap
     bias: Tensor | None
-    changes: tuple[tuple[Change, float], ...]
+    changes: tuple[tuple[AdapterChange, float], ...]
 
     def matrix(self) -> Tensor:
         """Return (out, in), a copy."""
@@ -98,7 +98,7 @@ class _MergedLinear(LinearMap):
 
 
 def _merge(
-    base: LinearMap, changes: tuple[tuple[Change, float], ...]
+    base: LinearMap, changes: tuple[tuple[AdapterChange, float], ...]
 ) -> tuple[Tensor, Tensor | None]:
     """Return copies of the weight and the bias of a map, with the changes in them."""
     found = dense(base.matrix()).detach().clone()
@@ -151,7 +151,7 @@ class _Nest:
     """
 
     places: Tensor
-    parts: tuple[tuple[tuple[Change, float], ...], ...]
+    parts: tuple[tuple[tuple[AdapterChange, float], ...], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,7 +192,7 @@ class _AdaptedLinear(LinearMap):
         return y
 
     def _around(
-        self, part: tuple[tuple[Change, float], ...], x: Tensor, plain: Tensor, own: slice
+        self, part: tuple[tuple[AdapterChange, float], ...], x: Tensor, plain: Tensor, own: slice
     ) -> Tensor:
         """Return (n, rows) of the rows `own`, after all changes; `plain`: (n, out) without any."""
         read = [x]
@@ -239,9 +239,9 @@ def adapted(decoder: Decoder, adapters: Mapping[str, Adapter], asked: AskedAdapt
 
 def _parts(
     key: str, adapters: Mapping[str, Adapter], mix: Mix
-) -> tuple[tuple[tuple[Change, float], ...], ...]:
+) -> tuple[tuple[tuple[AdapterChange, float], ...], ...]:
     """Return the changes that a mix makes of one projection, by the rows that they change."""
-    found: dict[int, list[tuple[Change, float]]] = {}
+    found: dict[int, list[tuple[AdapterChange, float]]] = {}
     for name, weight in mix:
         for change in adapters[name].targets.get(key, ()):
             found.setdefault(change.start, []).append((change, weight))

@@ -20,7 +20,7 @@ Map = tuple[Tensor, Tensor | None]
 """A weight (rows, in), and a bias (rows,) or None."""
 
 
-class Change(ABC):
+class AdapterChange(ABC):
     """A change of rows [start, start + rows) of a map; a frozen dataclass."""
 
     __slots__ = ()
@@ -50,7 +50,7 @@ class Change(ABC):
         found = {
             one.name: value.to(device, dtype)
             for one in fields(own)
-            if isinstance(value := getattr(self, one.name), Tensor | Change)
+            if isinstance(value := getattr(self, one.name), Tensor | AdapterChange)
         }
         return cast(Self, replace(own, **found))
 
@@ -58,7 +58,7 @@ class Change(ABC):
 # --- what is added --------------------------------------------------------------------------------
 
 
-class Addition(Change):
+class Addition(AdapterChange):
     """A change that adds a function of what is read, whatever is inside."""
 
     __slots__ = ()
@@ -163,8 +163,8 @@ class Kronecker(Addition):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rotation(Change):
-    """A rotation of what the inside reads, x R block by block; `turns`: (blocks, n, n), in = blocks n.
+class Rotation(AdapterChange):
+    """A rotation of what the inside reads: x R, block by block; `turns`: (blocks, n, n).
 
     OFT (Qiu et al. 2023).
     """
@@ -194,7 +194,7 @@ class Rotation(Change):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class InputScaling(Change):
+class InputScaling(AdapterChange):
     """A scale of what the inside reads, `factors` (in,): IA3 (Liu et al. 2022) of some maps."""
 
     factors: Tensor
@@ -217,7 +217,7 @@ class InputScaling(Change):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OutputScaling(Change):
+class OutputScaling(AdapterChange):
     """A scale of what the inside gives, the bias too, `factors` (rows,): IA3 of other maps."""
 
     factors: Tensor
@@ -237,7 +237,7 @@ class OutputScaling(Change):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Magnitude(Change):
+class Magnitude(AdapterChange):
     """Each row of the inside with the delta added gets another length, and the bias stays.
 
     `gains`: (rows,) the wanted lengths as shares of those that the rows of the map have with the

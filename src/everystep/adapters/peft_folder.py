@@ -17,8 +17,8 @@ from typing import cast
 from torch import Tensor
 
 from everystep.adapters.adapter import Adapter
-from everystep.adapters.changes import Change
-from everystep.adapters.peft_kinds import KINDS, Kind, Module, scale_patterns
+from everystep.adapters.changes import AdapterChange
+from everystep.adapters.peft_kinds import KINDS, AdaptedModule, AdapterKind, scale_patterns
 from everystep.errors import FormatError, MissingFileError, UnsupportedError, nearest, shown
 from everystep.files.opening import as_path
 from everystep.files.safetensors import Weights, open_weights
@@ -82,7 +82,7 @@ def read_adapter(folder: str | PathLike[str], model: Model) -> Adapter:
     shared, modules = _sorted(weights, kind)
     common = {name: _loaded(weights, there, model) for name, there in shared.items()}
     patterns = scale_patterns(config)
-    changes: dict[str, list[Change]] = {}
+    changes: dict[str, list[AdapterChange]] = {}
     for name, held in sorted(modules.items()):
         target, part = _find(targets, name)
         if part.transposed and not kind.turned:
@@ -91,7 +91,7 @@ def read_adapter(folder: str | PathLike[str], model: Model) -> Adapter:
         tensors = {key: _loaded(weights, there, model) for key, there in held.items()}
         key, shape = target.key.removesuffix(".weight"), (part.stop - part.start, target.shape[1])
         matrix = partial(_rows, model, key, part)
-        module = Module(name, shape, part, tensors | common, patterns, matrix)
+        module = AdaptedModule(name, shape, part, tensors | common, patterns, matrix)
         changes.setdefault(key, []).append(kind.make(config, module))
     return Adapter({key: tuple(found) for key, found in changes.items()})
 
@@ -99,7 +99,7 @@ def read_adapter(folder: str | PathLike[str], model: Model) -> Adapter:
 # --- the configuration ----------------------------------------------------------------------------
 
 
-def _kind(config: Fields) -> Kind:
+def _kind(config: Fields) -> AdapterKind:
     name = config.values.get("peft_type", "LORA")
     if not isinstance(name, str) or name not in KINDS:
         raise UnsupportedError(
@@ -111,7 +111,7 @@ def _kind(config: Fields) -> Kind:
     return KINDS[name]
 
 
-def _require_known(config: Fields, kind: Kind, *, transposed: bool) -> None:
+def _require_known(config: Fields, kind: AdapterKind, *, transposed: bool) -> None:
     """Refuse keys that would make the adapter compute something else, unless they are false, empty
     or null.
 
@@ -142,7 +142,9 @@ def _require_known(config: Fields, kind: Kind, *, transposed: bool) -> None:
 # --- the tensors ----------------------------------------------------------------------------------
 
 
-def _sorted(weights: Weights, kind: Kind) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+def _sorted(
+    weights: Weights, kind: AdapterKind
+) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
     """Return the names of the tensors that all modules share, and of those of each module, by what
     they are."""
     shared: dict[str, str] = {}

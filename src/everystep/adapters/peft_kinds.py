@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everystep.adapters.changes import (
-    Change,
+    AdapterChange,
     Delta,
     Dense,
     InputScaling,
@@ -32,7 +32,7 @@ _MOST_REPEATS = 3  # within a pattern: what a search takes grows with its length
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Module:
+class AdaptedModule:
     """A projection that an adapter changes, and the adapter's tensors for it.
 
     `shape`: (rows, in). `part`: how its rows lie in the network. `patterns`: settings that some
@@ -68,7 +68,7 @@ class Module:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kind:
+class AdapterKind:
     """A kind of adapter.
 
     `keys`: the settings that it computes by. `tensors`: what a module may have, and `needed`: the
@@ -78,7 +78,7 @@ class Kind:
     """
 
     name: str
-    make: Callable[[Fields, Module], Change]
+    make: Callable[[Fields, AdaptedModule], AdapterChange]
     keys: frozenset[str]
     tensors: frozenset[str]
     needed: tuple[frozenset[str], ...]
@@ -115,7 +115,7 @@ def scale_patterns(config: Fields) -> dict[str, dict[str, float]]:
 # --- low rank -------------------------------------------------------------------------------------
 
 
-def _lora(config: Fields, module: Module) -> Change:
+def _lora(config: Fields, module: AdaptedModule) -> AdapterChange:
     a, b, start = module.tensors["lora_A"], module.tensors["lora_B"], module.part.start
     rank = config.integer("r", 8)
     if config.values.get("rank_pattern"):
@@ -137,7 +137,7 @@ def _lora(config: Fields, module: Module) -> Change:
     return Magnitude(delta, gains.to(a.dtype), start)
 
 
-def _only_if(config: Fields, key: str, module: Module, name: str) -> Tensor | None:
+def _only_if(config: Fields, key: str, module: AdaptedModule, name: str) -> Tensor | None:
     """Return the tensor that a setting asks for; FormatError if there is one without the other."""
     asked, held = config.flag(key, False), module.tensors.get(name)
     if asked != (held is not None):
@@ -151,7 +151,7 @@ def _only_if(config: Fields, key: str, module: Module, name: str) -> Tensor | No
     return held
 
 
-def _adalora(config: Fields, module: Module) -> Change:
+def _adalora(config: Fields, module: AdaptedModule) -> AdapterChange:
     a, values = module.tensors["lora_A"], module.tensors["lora_E"]
     rank = len(a)
     module.require(lora_A=(rank, module.shape[1]), lora_B=(module.shape[0], rank), lora_E=(rank, 1))
@@ -160,7 +160,7 @@ def _adalora(config: Fields, module: Module) -> Change:
     return Delta(a * values, b, (alpha or rank) / (rank + 1e-5), module.part.start)
 
 
-def _vera(config: Fields, module: Module) -> Change:
+def _vera(config: Fields, module: AdaptedModule) -> AdapterChange:
     a, b = module.tensors["vera_A"], module.tensors["vera_B"]
     d, by_row = module.tensors["vera_lambda_d"], module.tensors["vera_lambda_b"]
     rank, (rows, width) = config.integer("r", 256), module.shape
@@ -176,7 +176,7 @@ def _vera(config: Fields, module: Module) -> Change:
 # --- products of small matrices -------------------------------------------------------------------
 
 
-def _loha(config: Fields, module: Module) -> Change:
+def _loha(config: Fields, module: AdaptedModule) -> AdapterChange:
     rank, (rows, width) = len(module.tensors["hada_w1_b"]), module.shape
     sides = {f"hada_w{one}_a": (rows, rank) for one in (1, 2)}
     module.require(**sides, **{f"hada_w{one}_b": (rank, width) for one in (1, 2)})
@@ -187,7 +187,7 @@ def _loha(config: Fields, module: Module) -> Change:
     return Dense(module.part.loaded(one * two * scale), module.part.start)
 
 
-def _lokr(config: Fields, module: Module) -> Change:
+def _lokr(config: Fields, module: AdaptedModule) -> AdapterChange:
     rank = module.setting("rank_pattern", config.integer("r", 8))
     scale = module.setting("alpha_pattern", config.number("alpha", 8)) / rank
     left, right = _factor(module, "lokr_w1"), _factor(module, "lokr_w2")
@@ -201,7 +201,7 @@ def _lokr(config: Fields, module: Module) -> Change:
     return Kronecker(left * scale, right, module.part.start)
 
 
-def _factor(module: Module, name: str) -> Tensor:
+def _factor(module: AdaptedModule, name: str) -> Tensor:
     """Return a factor (n, m), which may be a product of two."""
     held = module.tensors
     names = (name,) if name in held else (f"{name}_a", f"{name}_b")
@@ -216,7 +216,7 @@ def _factor(module: Module, name: str) -> Tensor:
 # --- rotations and scales -------------------------------------------------------------------------
 
 
-def _oft(config: Fields, module: Module) -> Change:
+def _oft(config: Fields, module: AdaptedModule) -> AdapterChange:
     held, width = module.tensors["oft_R"], module.shape[1]
     size = config.integer("oft_block_size", 32, least=0)
     if not size:
@@ -276,7 +276,7 @@ def _neumann(skew: Tensor, terms: int) -> Tensor:
     return found
 
 
-def _ia3(config: Fields, module: Module) -> Change:
+def _ia3(config: Fields, module: AdaptedModule) -> AdapterChange:
     factors, (rows, width) = module.tensors["ia3_l"], module.shape
     if tuple(factors.shape) == (1, width):
         return InputScaling(factors[0], rows, module.part.start)
@@ -293,8 +293,8 @@ _FACTORS = tuple(
 )
 _SCALES = frozenset({"r", "alpha", "rank_pattern", "alpha_pattern"})
 
-KINDS: Mapping[str, Kind] = {
-    "LORA": Kind(
+KINDS: Mapping[str, AdapterKind] = {
+    "LORA": AdapterKind(
         "LoRA",
         _lora,
         frozenset(
@@ -307,9 +307,9 @@ KINDS: Mapping[str, Kind] = {
         (_PLAIN,),
         turned=True,
     ),
-    "LOHA": Kind("LoHa", _loha, _SCALES, _SIDES, (_SIDES,)),
-    "LOKR": Kind("LoKr", _lokr, _SCALES, frozenset().union(*_FACTORS), _FACTORS),
-    "ADALORA": Kind(
+    "LOHA": AdapterKind("LoHa", _loha, _SCALES, _SIDES, (_SIDES,)),
+    "LOKR": AdapterKind("LoKr", _lokr, _SCALES, frozenset().union(*_FACTORS), _FACTORS),
+    "ADALORA": AdapterKind(
         "AdaLoRA",
         _adalora,
         frozenset({"r", "lora_alpha", "rank_pattern"}),
@@ -317,7 +317,7 @@ KINDS: Mapping[str, Kind] = {
         (_PLAIN | {"lora_E"},),
         turned=True,
     ),
-    "VERA": Kind(
+    "VERA": AdapterKind(
         "VeRA",
         _vera,
         frozenset({"r"}),
@@ -326,7 +326,7 @@ KINDS: Mapping[str, Kind] = {
         frozenset({"vera_A", "vera_B"}),
         turned=True,
     ),
-    "OFT": Kind(
+    "OFT": AdapterKind(
         "OFT",
         _oft,
         frozenset(
@@ -338,7 +338,7 @@ KINDS: Mapping[str, Kind] = {
         frozenset({"oft_R"}),
         (frozenset({"oft_R"}),),
     ),
-    "IA3": Kind(
+    "IA3": AdapterKind(
         "IA3",
         _ia3,
         frozenset(),

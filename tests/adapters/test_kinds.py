@@ -318,6 +318,15 @@ WRONG: Mapping[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "a pattern of many repeats": (
         "lora", {"alpha_pattern": {".*.*.*.*q_proj": 3}}, FormatError, "at most 3 repeats"
     ),
+    "a pattern that is none": ("lora", {"rank_pattern": {"[": 3}}, FormatError, "rank_pattern"),
+    "patterns that are none": ("lora", {"rank_pattern": ["q_proj"]}, FormatError, "rank_pattern"),
+    "ranks as AdaLoRA has them": (
+        "lora", {"rank_pattern": {"q_proj": [True, False]}}, FormatError, "rank_pattern"
+    ),
+    "a scale beyond all": ("lora", {"alpha_pattern": {"q_proj": 10**400}}, FormatError, "alpha"),
+    "endless terms": (
+        "oft", {"num_cayley_neumann_terms": 10**9}, FormatError, "num_cayley_neumann_terms"
+    ),
     "a scale that is no number": (
         "lora", {"alpha_pattern": {"q_proj": "3"}}, FormatError, "alpha_pattern"
     ),

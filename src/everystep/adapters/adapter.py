@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -36,14 +36,15 @@ class Adapter:
     """The changes of each projection by its key, as "layers.0.qkv".
 
     Projections that read the same input are one matrix in a decoder, so one may have several.
+    `adds`: whether all of them add, so that their order makes no difference.
     """
 
     targets: Mapping[str, tuple[AdapterChange, ...]]
+    adds: bool = field(init=False)
 
-    @property
-    def adds(self) -> bool:
-        """True if all of its changes add, so that order makes no difference."""
-        return all(isinstance(one, Addition) for each in self.targets.values() for one in each)
+    def __post_init__(self) -> None:
+        changes = [one for each in self.targets.values() for one in each]
+        object.__setattr__(self, "adds", all(isinstance(one, Addition) for one in changes))
 
     def digest(self) -> str:
         """Return a text that is equal for adapters that agree in every bit."""

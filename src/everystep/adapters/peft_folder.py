@@ -81,7 +81,8 @@ def read_adapter(folder: str | PathLike[str], model: Model) -> Adapter:
     weights = open_weights(folder, STEM)
     shared, modules = _sorted(weights, kind)
     common = {name: _loaded(weights, there, model) for name, there in shared.items()}
-    patterns = scale_patterns(config)
+    # AdaLoRA writes which of its values a module has kept: the shapes of the tensors say so.
+    patterns = scale_patterns(config) if "alpha_pattern" in kind.keys else {}
     changes: dict[str, list[AdapterChange]] = {}
     for name, held in sorted(modules.items()):
         target, part = _find(targets, name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,11 @@ from everystep.models.parameters import ParameterPart
 
 _PATTERN = re.compile(r"[\w.\\|^$*+\[\]-]{1,200}")
 _MOST_REPEATS = 3  # within a pattern: what a search takes grows with its length to this power
+_MOST_TERMS = 100
+_MOST_SCALE = 1e30
+
+Patterns = tuple[tuple[re.Pattern[str], float], ...]
+"""Searches for names of modules, and the number of those that are found."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +49,7 @@ class AdaptedModule:
     shape: tuple[int, int]
     part: ParameterPart
     tensors: Mapping[str, Tensor]
-    patterns: Mapping[str, Mapping[str, float]]
+    patterns: Mapping[str, Patterns]
     matrix: Callable[[], Tensor]
 
     def require(self, **wanted: tuple[int, ...]) -> None:
@@ -57,14 +63,9 @@ class AdaptedModule:
                 )
 
     def setting(self, key: str, default: float) -> float:
-        """Return what a pattern of the configuration says of this module, or the default.
-
-        Source: PEFT's `get_pattern_key`.
-        """
-        for pattern, value in self.patterns[key].items():
-            if re.match(rf"(.*\.)?({pattern})$", self.name):
-                return value
-        return default
+        """Return what the first pattern says that finds this module, or the default."""
+        found = (value for pattern, value in self.patterns[key] if pattern.match(self.name))
+        return next(found, default)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +87,7 @@ class AdapterKind:
     turned: bool = False
 
 
-def scale_patterns(config: Fields) -> dict[str, dict[str, float]]:
+def scale_patterns(config: Fields) -> dict[str, Patterns]:
     """Return ranks and scales that some modules have for themselves, by patterns of their names.
 
     Raise FormatError for a pattern that could take long to search for, and for what is no number.
@@ -94,22 +95,24 @@ def scale_patterns(config: Fields) -> dict[str, dict[str, float]]:
     found = {}
     for key in ("rank_pattern", "alpha_pattern"):
         given = config.values.get(key) or {}
-        numbers = {}
-        for pattern, value in given.items() if isinstance(given, dict) else ():
-            if isinstance(value, list):
-                continue  # of AdaLoRA: which of its singular values a module has kept
-            plain = _PATTERN.fullmatch(pattern) and len(re.findall(r"[*+]", pattern))
-            right = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-            if plain is None or plain > _MOST_REPEATS or not right:
-                raise FormatError(
-                    f"{config.where}: {key} is impossible",
-                    wanted=f"names of modules, with at most {_MOST_REPEATS} repeats, and numbers "
-                    "above 0",
-                    got=shown({pattern: value})[:200],
-                )
-            numbers[pattern] = float(value)
-        found[key] = numbers
+        if not isinstance(given, dict):
+            raise config.wrong(key, "an object of names and numbers", given)
+        found[key] = tuple(_pattern(config, key, name, value) for name, value in given.items())
     return found
+
+
+def _pattern(config: Fields, key: str, name: str, value: object) -> tuple[re.Pattern[str], float]:
+    """Return the search for a name, as PEFT's `get_pattern_key` has it, and its number."""
+    plain = _PATTERN.fullmatch(name) and len(re.findall(r"[*+]", name)) <= _MOST_REPEATS
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if plain and 0 < number < _MOST_SCALE:
+        with suppress(re.error):
+            return re.compile(rf"(.*\.)?({name})$"), float(number)
+    raise config.wrong(
+        key,
+        f"names of modules, with at most {_MOST_REPEATS} repeats, and numbers above 0",
+        {name: value},
+    )
 
 
 # --- low rank -------------------------------------------------------------------------------------
@@ -237,7 +240,7 @@ def _oft(config: Fields, module: AdaptedModule) -> AdapterChange:
     if config.flag("coft", False):
         skew = _within(skew, config.number("eps", 6e-5))
     if config.flag("use_cayley_neumann", True):
-        turns = _neumann(skew, config.integer("num_cayley_neumann_terms", 5))
+        turns = _neumann(skew, config.integer("num_cayley_neumann_terms", 5, most=_MOST_TERMS))
     else:
         one = torch.eye(size, dtype=skew.dtype, device=skew.device).expand_as(skew)
         turns = torch.linalg.solve(one + skew, one - skew, left=False)

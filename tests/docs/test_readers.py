@@ -29,7 +29,7 @@ TASKS = [
     Task("save a generation and resume", "run", "Saving"),
     Task("choose a model", "models", "Choosing a model"),
     Task("lm-eval", "with-other-programs", "With other programs"),
-    Task("LoRA", "adapters", "LoRA adapters"),
+    Task("LoRA", "adapters", "Adapters"),
     Task("container", "install", "In a container"),
     Task("my model of transformers", "bridge", "Models of transformers and PEFT"),
     Task("write a processor", "processors", "Your own"),

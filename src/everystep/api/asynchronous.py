@@ -106,7 +106,7 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """Take no more prompts and end those inside as cancelled; return when the thread has ended
-        and no row is held."""
+        and no row is held. What had not begun is a RequestError where it is awaited."""
         await asyncio.to_thread(self._desk.join)
 
     async def __aenter__(self) -> AsyncEngine:

@@ -326,7 +326,7 @@ def read_adapters(names: object, mixes: object, known: Sequence[str]) -> Mix | l
 
 def _mix(keyword: str, value: object, known: Sequence[str]) -> Mix:
     """Return what one row asks for."""
-    if value is None or (value == _NOBODY and _NOBODY not in known):
+    if value is None or (isinstance(value, str) and value == _NOBODY and _NOBODY not in known):
         return ()
     given: object = value
     if isinstance(value, str):

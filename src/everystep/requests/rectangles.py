@@ -358,6 +358,8 @@ def _read_states(
 ) -> tuple[tuple[Tensor, ...], tuple[np.ndarray, ...]]:
     """Return (B,) encoder states (S, E) of the caller's, those of padding left out, and their
     places."""
+    name = "encoder_outputs"
+    encoder_states(given.encoder_outputs, name)
     prompts = {"input_ids": given.input_ids, "inputs_embeds": given.inputs_embeds, **given.named}
     names = ("input_ids", "inputs_embeds", *subject.inputs)
     if both := [name for name in names if prompts.get(name) is not None]:
@@ -367,7 +369,6 @@ def _read_states(
             got=f"encoder_outputs and {', '.join(both)}",
             do=f"Leave {' and '.join(both)} out",
         )
-    name = "encoder_outputs"
     return _real_states(subject, name, given.encoder_outputs, given.attention_mask)
 
 

@@ -12,8 +12,9 @@ a position without adapters keeps its bits, whatever its neighbours ask for.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -95,24 +96,25 @@ class _MergedLinear(LinearMap):
 
     def matrix(self) -> Tensor:
         """Return (out, in), a copy."""
-        return _merge(self.base, self.changes)[0]
+        found = dense(self.base.matrix()).detach().clone()
+        wide = torch.promote_types(found.dtype, torch.float32)
+        for change, weight in self.changes:
+            own = slice(change.start, change.start + change.rows)
+            found[own] = change.in_weight(found[own].to(wide), weight).to(found.dtype)
+        return found
 
 
-def _merge(
-    base: LinearMap, changes: tuple[tuple[AdapterChange, float], ...]
-) -> tuple[Tensor, Tensor | None]:
-    """Return copies of the weight and the bias of a map, with the changes in them."""
-    found = dense(base.matrix()).detach().clone()
-    bias = None if base.bias is None else base.bias.detach().clone()
-    wide = torch.promote_types(found.dtype, torch.float32)
+def _merged_bias(
+    base: Tensor | None, changes: Iterable[tuple[AdapterChange, float]]
+) -> Tensor | None:
+    """Return a copy of the bias (out,) of a map with the changes in it, None for none."""
+    found = None if base is None else base.detach().clone()
     for change, weight in changes:
         own = slice(change.start, change.start + change.rows)
-        inside = found[own].to(wide), None if bias is None else bias[own].to(wide)
-        matrix, shifted = change.merged(inside, weight)
-        found[own] = matrix.to(found.dtype)
-        if bias is not None and shifted is not None:
-            bias[own] = shifted.to(bias.dtype)
-    return found, bias
+        changed = change.in_bias(None if found is None else found[own], weight)
+        if found is not None and changed is not None:
+            found[own] = changed
+    return found
 
 
 def merged(model: Model, adapters: Sequence[tuple[Adapter, float]]) -> Model:
@@ -127,7 +129,7 @@ def merged(model: Model, adapters: Sequence[tuple[Adapter, float]]) -> Model:
 
     def changed(key: str, base: LinearMap) -> LinearMap:
         changes = tuple((one, weight) for a, weight in adapters for one in a.targets.get(key, ()))
-        return _MergedLinear(base, _merge(base, changes)[1], changes) if changes else base
+        return _MergedLinear(base, _merged_bias(base.bias, changes), changes) if changes else base
 
     layers = []
     for index, layer in enumerate(network.layers):
@@ -183,23 +185,29 @@ class _AdaptedLinear(LinearMap):
             rows = y[:, one.start : one.start + one.rows]
             rows.index_add_(0, places, one(x[places]) * weights)
         for nest in self.nests:
-            plain = self.base(x[nest.places])
+            given = x[nest.places]
+            plain = cache(partial(self.base, given))  # which only parts that turn nothing need
             for part in nest.parts:
                 own = slice(part[0][0].start, part[0][0].start + part[0][0].rows)
-                found = self._around(part, x[nest.places], plain, own)
+                found = self._around(part, given, plain, own)
                 if residual is not None:
                     found = residual[nest.places, own] + found
                 y[nest.places, own] = found
         return y
 
     def _around(
-        self, part: tuple[tuple[AdapterChange, float], ...], x: Tensor, plain: Tensor, own: slice
+        self,
+        part: tuple[tuple[AdapterChange, float], ...],
+        x: Tensor,
+        plain: Callable[[], Tensor],
+        own: slice,
     ) -> Tensor:
-        """Return (n, rows) of the rows `own`, after all changes; `plain`: (n, out) without any."""
+        """Return (n, rows) of the rows `own`, after all changes; `plain`: gives (n, out) without
+        any."""
         read = [x]
         for change, weight in reversed(part):
             read.append(change.before(read[-1], weight))
-        y = (plain if read[-1] is x else self.base(read[-1]))[:, own]
+        y = (plain() if read[-1] is x else self.base(read[-1]))[:, own]
         bias = None if self.bias is None else self.bias[own]
         for (change, weight), given in zip(part, reversed(read[:-1]), strict=True):
             y = change.after(y, given, bias, weight)
@@ -212,10 +220,12 @@ AskedAdapters = Iterable[tuple[Mix, Tensor]]
 
 def adapted(decoder: Decoder, adapters: Mapping[str, Adapter], asked: AskedAdapters) -> Decoder:
     """Return the decoder for one step over N positions, some of which ask for adapters."""
-    asked = [(mix, places.to(decoder.device)) for mix, places in asked]
-    sums = [one for one in asked if all(adapters[name].adds for name, _ in one[0])]
+    sums: list[tuple[Mix, Tensor]] = []
+    nested: list[tuple[Mix, Tensor]] = []
+    for mix, places in asked:
+        adds = all(adapters[name].adds for name, _ in mix)
+        (sums if adds else nested).append((mix, places.to(decoder.device)))
     uses = _uses(decoder, adapters, sums)
-    nested = [one for one in asked if not all(adapters[name].adds for name, _ in one[0])]
     layers = []
     for index, layer in enumerate(decoder.layers):
         changed: dict[str, Any] = {}
@@ -261,5 +271,5 @@ def _uses(decoder: Decoder, adapters: Mapping[str, Adapter], asked: AskedAdapter
         places = torch.cat([at for at, _ in wanted])
         each = [torch.full((len(at), 1), weight, dtype=torch.float64) for at, weight in wanted]
         weights = torch.cat(each).to(decoder.device, decoder.dtype)
-        uses.append((adapters[name], places.to(decoder.device), weights))
+        uses.append((adapters[name], places, weights))
     return uses

@@ -16,9 +16,6 @@ from torch import Tensor
 
 from everystep.errors import UnsupportedError
 
-Map = tuple[Tensor, Tensor | None]
-"""A weight (rows, in), and a bias (rows,) or None."""
-
 
 class AdapterChange(ABC):
     """A change of rows [start, start + rows) of a map; a frozen dataclass."""
@@ -41,8 +38,12 @@ class AdapterChange(ABC):
         `bias`: (rows,) of the map."""
 
     @abstractmethod
-    def merged(self, inside: Map, weight: float) -> Map:
-        """Return the weight and the bias of a map that gives the same."""
+    def in_weight(self, matrix: Tensor, weight: float) -> Tensor:
+        """Turn the weight (rows, in) of what is inside into that of a map that gives the same."""
+
+    def in_bias(self, bias: Tensor | None, weight: float) -> Tensor | None:
+        """Turn the bias (rows,) of what is inside, None where it has none, likewise."""
+        return bias
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
         """Return the same change on a device, in a type."""
@@ -74,9 +75,8 @@ class Addition(AdapterChange):
     def after(self, y: Tensor, x: Tensor, bias: Tensor | None, weight: float) -> Tensor:
         return y + self(x) * weight
 
-    def merged(self, inside: Map, weight: float) -> Map:
-        matrix, bias = inside
-        return matrix + self.product(matrix.dtype) * weight, bias
+    def in_weight(self, matrix: Tensor, weight: float) -> Tensor:
+        return matrix + self.product(matrix.dtype) * weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,11 +103,9 @@ class Delta(Addition):
     def product(self, dtype: torch.dtype) -> Tensor:
         return self.b.to(dtype) @ self.a.to(dtype) * self.scale
 
-    def merged(self, inside: Map, weight: float) -> Map:
-        matrix, bias = inside
-        matrix = matrix + self.b.to(matrix.dtype) @ self.a.to(matrix.dtype) * (self.scale * weight)
+    def in_bias(self, bias: Tensor | None, weight: float) -> Tensor | None:
         if self.shift is None:
-            return matrix, bias
+            return bias
         if bias is None:
             raise UnsupportedError(
                 "an adapter adds a bias to a projection that has none",
@@ -115,7 +113,7 @@ class Delta(Addition):
                 got=f"a bias of {self.rows} values",
                 do="Name it in each call instead of merging it",
             )
-        return matrix, bias + self.shift.to(bias.dtype) * (self.scale * weight)
+        return bias + self.shift.to(bias.dtype) * (self.scale * weight)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,8 +160,22 @@ class Kronecker(Addition):
 # --- what turns or scales -------------------------------------------------------------------------
 
 
+class InputChange(AdapterChange):
+    """A change of what is read alone; `height`: the number of rows that read it."""
+
+    __slots__ = ()
+    height: int
+
+    @property
+    def rows(self) -> int:
+        return self.height
+
+    def after(self, y: Tensor, x: Tensor, bias: Tensor | None, weight: float) -> Tensor:
+        return y
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Rotation(AdapterChange):
+class Rotation(InputChange):
     """A rotation of what the inside reads: x R, block by block; `turns`: (blocks, n, n).
 
     OFT (Qiu et al. 2023).
@@ -173,47 +185,31 @@ class Rotation(AdapterChange):
     height: int
     start: int = 0
 
-    @property
-    def rows(self) -> int:
-        return self.height
-
     def before(self, x: Tensor, weight: float) -> Tensor:
         folded = x.reshape(*x.shape[:-1], *self.turns.shape[:2])
         turned = torch.einsum("...bk,bkc->...bc", folded, self.turns).flatten(-2)
         return x + (turned - x) * weight if weight != 1 else turned
 
-    def after(self, y: Tensor, x: Tensor, bias: Tensor | None, weight: float) -> Tensor:
-        return y
-
-    def merged(self, inside: Map, weight: float) -> Map:
-        matrix, bias = inside
+    def in_weight(self, matrix: Tensor, weight: float) -> Tensor:
         one = torch.eye(self.turns.shape[1], dtype=matrix.dtype, device=matrix.device)
         turns = one + (self.turns.to(matrix.dtype) - one) * weight
         folded = matrix.reshape(-1, *self.turns.shape[:2])
-        return torch.einsum("rbc,bkc->rbk", folded, turns).flatten(-2), bias
+        return torch.einsum("rbc,bkc->rbk", folded, turns).flatten(-2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class InputScaling(AdapterChange):
+class InputScaling(InputChange):
     """A scale of what the inside reads, `factors` (in,): IA3 (Liu et al. 2022) of some maps."""
 
     factors: Tensor
     height: int
     start: int = 0
 
-    @property
-    def rows(self) -> int:
-        return self.height
-
     def before(self, x: Tensor, weight: float) -> Tensor:
-        return x * (1 + (self.factors - 1) * weight)
+        return x * _share(self.factors, weight)
 
-    def after(self, y: Tensor, x: Tensor, bias: Tensor | None, weight: float) -> Tensor:
-        return y
-
-    def merged(self, inside: Map, weight: float) -> Map:
-        matrix, bias = inside
-        return matrix * (1 + (self.factors.to(matrix.dtype) - 1) * weight), bias
+    def in_weight(self, matrix: Tensor, weight: float) -> Tensor:
+        return matrix * _share(self.factors.to(matrix.dtype), weight)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -228,12 +224,18 @@ class OutputScaling(AdapterChange):
         return len(self.factors)
 
     def after(self, y: Tensor, x: Tensor, bias: Tensor | None, weight: float) -> Tensor:
-        return y * (1 + (self.factors - 1) * weight)
+        return y * _share(self.factors, weight)
 
-    def merged(self, inside: Map, weight: float) -> Map:
-        matrix, bias = inside
-        factors = 1 + (self.factors.to(matrix.dtype) - 1) * weight
-        return matrix * factors[:, None], None if bias is None else bias * factors.to(bias.dtype)
+    def in_weight(self, matrix: Tensor, weight: float) -> Tensor:
+        return matrix * _share(self.factors.to(matrix.dtype), weight)[:, None]
+
+    def in_bias(self, bias: Tensor | None, weight: float) -> Tensor | None:
+        return None if bias is None else bias * _share(self.factors.to(bias.dtype), weight)
+
+
+def _share(factors: Tensor, weight: float) -> Tensor:
+    """Return the factors of so much of a scale: 1 for none of it."""
+    return 1 + (factors - 1) * weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -256,8 +258,7 @@ class Magnitude(AdapterChange):
         straight = y if bias is None else y - bias
         return y + ((self.gains - 1) * straight + self.gains * self.delta(x)) * weight
 
-    def merged(self, inside: Map, weight: float) -> Map:
-        matrix, bias = inside
+    def in_weight(self, matrix: Tensor, weight: float) -> Tensor:
         gains = self.gains.to(matrix.dtype)[:, None]
         more = (gains - 1) * matrix + gains * self.delta.product(matrix.dtype)
-        return matrix + more * weight, bias
+        return matrix + more * weight

@@ -120,9 +120,7 @@ def _pattern(config: Fields, key: str, name: str, value: object) -> tuple[re.Pat
 
 def _lora(config: Fields, module: AdaptedModule) -> AdapterChange:
     a, b, start = module.tensors["lora_A"], module.tensors["lora_B"], module.part.start
-    rank = config.integer("r", 8)
-    if config.values.get("rank_pattern"):
-        rank = int(module.setting("rank_pattern", rank))
+    rank = int(module.setting("rank_pattern", config.integer("r", 8)))
     module.require(lora_A=(rank, module.shape[1]), lora_B=(module.shape[0], rank))
     root = math.sqrt(rank) if config.flag("use_rslora", False) else rank
     scale = module.setting("alpha_pattern", config.number("lora_alpha", 8)) / root
@@ -132,7 +130,6 @@ def _lora(config: Fields, module: AdaptedModule) -> AdapterChange:
     delta = Delta(a, module.part.loaded(b), scale, start, shift)
     if lengths is None:
         return delta
-    module.require(lora_magnitude_vector=module.shape[:1])
     own = module.matrix()
     wide = torch.promote_types(own.dtype, torch.float32)
     found = torch.linalg.norm(own.to(wide) + delta.product(wide), dim=1)

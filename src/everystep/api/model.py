@@ -191,7 +191,7 @@ class LanguageModel(LoopMethods, Subject):
         return self
 
     def load_adapter(self, name: str, folder: Folder) -> None:
-        """Let requests ask for the LoRA in a PEFT folder by this name from now on.
+        """Let requests ask for the adapter in a PEFT folder by this name from now on.
 
         A call that is running goes on without it. See `read_adapter` for what is refused; a wrapped
         PEFT model loads it by itself.

@@ -240,7 +240,7 @@ class Desk:
             kept: deque[Event] | None = deque(maxlen=0) if most is None else None
             box = Mailbox((request,), events=kept, most=most, notice=one.notice)
             with self._lock:
-                self._require_time()
+                self._refuse_late()
                 thread = self._threads.get(driver) or EngineThread(driver)
                 self._threads[driver] = thread
                 one.hand_over(thread, box)
@@ -283,7 +283,7 @@ class Desk:
         if self.closed:
             raise RequestError("the engine is closed", do="Make another AsyncEngine")
 
-    def _require_time(self) -> None:
+    def _refuse_late(self) -> None:
         if self.closed:
             raise ended_early()
 

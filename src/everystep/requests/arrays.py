@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from everystep.adapters import Mix
+from everystep.bridge.foreign import NOBODY
 from everystep.config.kinds import is_number
 from everystep.errors import RequestError, shown
 from everystep.executors.positions import require_positions
@@ -302,9 +303,6 @@ def _stranger(listed: object, belongs: Callable[[object], bool]) -> object:
     return next((one for one in each if not belongs(one)), listed)
 
 
-_NOBODY = "__base__"
-
-
 def read_adapters(names: object, mixes: object, known: Sequence[str]) -> Mix | list[Mix] | None:
     """Return the adapters of all rows, or of each; None where nothing was said.
 
@@ -313,11 +311,8 @@ def read_adapters(names: object, mixes: object, known: Sequence[str]) -> Mix | l
     RequestError for anything else, and for an adapter that the model does not have.
     """
     if names is not None and mixes is not None:
-        what, do = (
-            "adapter_names and adapters both say which adapters a row has",
-            "Pass one of them",
-        )
-        raise RequestError(what, wanted="one of the two", got="both", do=do)
+        what = "adapter_names and adapters both say which adapters a row has"
+        raise RequestError(what, wanted="one of the two", got="both", do="Pass one of them")
     keyword, value = ("adapters", mixes) if names is None else ("adapter_names", names)
     if isinstance(value, list | tuple):
         return [_mix(keyword, one, known) for one in value]
@@ -326,7 +321,7 @@ def read_adapters(names: object, mixes: object, known: Sequence[str]) -> Mix | l
 
 def _mix(keyword: str, value: object, known: Sequence[str]) -> Mix:
     """Return what one row asks for."""
-    if value is None or (isinstance(value, str) and value == _NOBODY and _NOBODY not in known):
+    if value is None or (isinstance(value, str) and value == NOBODY and NOBODY not in known):
         return ()
     given: object = value
     if isinstance(value, str):

@@ -289,7 +289,8 @@ def _read_source(subject: Subject, given: PromptValues, ends: Ends) -> tuple[Enc
     if given.assistant_encoder_outputs is None:
         return source, batch
     name = "assistant_encoder_outputs"
-    states, _ = _real_states(subject, name, given.assistant_encoder_outputs, given.attention_mask)
+    passed = encoder_states(given.assistant_encoder_outputs, name)
+    states, _ = _real_states(subject, passed, given.attention_mask)
     _require_rows(name, len(states), batch)
     return replace(source, assistant=states), batch
 
@@ -358,8 +359,7 @@ def _read_states(
 ) -> tuple[tuple[Tensor, ...], tuple[np.ndarray, ...]]:
     """Return (B,) encoder states (S, E) of the caller's, those of padding left out, and their
     places."""
-    name = "encoder_outputs"
-    encoder_states(given.encoder_outputs, name)
+    states = encoder_states(given.encoder_outputs)
     prompts = {"input_ids": given.input_ids, "inputs_embeds": given.inputs_embeds, **given.named}
     names = ("input_ids", "inputs_embeds", *subject.inputs)
     if both := [name for name in names if prompts.get(name) is not None]:
@@ -369,15 +369,15 @@ def _read_states(
             got=f"encoder_outputs and {', '.join(both)}",
             do=f"Leave {' and '.join(both)} out",
         )
-    return _real_states(subject, name, given.encoder_outputs, given.attention_mask)
+    return _real_states(subject, states, given.attention_mask)
 
 
 def _real_states(
-    subject: Subject, name: str, outputs: object, real: object
+    subject: Subject, states: Tensor, real: object
 ) -> tuple[tuple[Tensor, ...], tuple[np.ndarray, ...]]:
-    """Return (B,) what an encoder made of real positions, of what was passed by this name; and
-    their places."""
-    states, core = encoder_states(outputs, name), subject.core
+    """Return (B,) those of encoder states (B, S, E) that stand for real positions, and their
+    places."""
+    core = subject.core
     if real is not None and core.source is not None:
         real = core.real_states(torch.as_tensor(real), states.shape[1])
     mask = read_mask(real, tuple(states.shape[:2]))

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from everystep.errors import RequestError, shown
 from everystep.types import FinishReason
@@ -136,36 +135,6 @@ def encoder_states(outputs: Any, name: str = "encoder_outputs") -> Tensor:
         got=type(outputs).__name__,
         do="Pass what the encoder returned",
     )
-
-
-def loss_of(logits: Tensor, labels: Tensor | None, aligned: bool) -> Tensor | None:
-    """Return the () mean cross entropy of labels (B, T) under logits (B, T, V), None without
-    labels.
-
-    Each label is predicted from the position before it, or, where they are `aligned`, from its own;
-    -100 counts as no label. Raise RequestError where they do not fit. Source: ForCausalLMLoss.
-    """
-    if labels is None:
-        return None
-    if labels.shape != logits.shape[:2]:
-        raise RequestError(
-            "labels do not fit the logits",
-            wanted=f"{tuple(logits.shape[:2])}, one per position",
-            got=tuple(labels.shape),
-            do="Pass a label for every position, -100 for none, and leave logits_to_keep out",
-        )
-    predicted, wanted = (logits, labels) if aligned else (logits[:, :-1], labels[:, 1:])
-    wanted = wanted.to(logits.device).flatten()
-    absent = (wanted != -100) & ((wanted < 0) | (wanted >= logits.shape[2]))
-    if absent.any():
-        raise RequestError(
-            "labels hold an id outside the vocabulary",
-            wanted=f"0 to {logits.shape[2] - 1}, or -100 for no label",
-            got=int(wanted[absent][0]),
-            do="Check that tokenizer and model belong together",
-        )
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return cross_entropy(predicted.to(wide).flatten(0, 1), wanted, ignore_index=-100)
 
 
 def _brief(value: Any) -> str:

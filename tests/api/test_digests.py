@@ -91,7 +91,7 @@ def test_a_run_does_not_go_on_in_a_model_with_another_row(tmp_path: Path) -> Non
         if changed:
             made = made.requires_grad_()
             with torch.no_grad():
-                weight = dict(made.named_parameters())["layers.1.down.weight"]
+                weight = dict(made.named_parameters())["model.layers.1.mlp.down_proj.weight"]
                 weight[5] += 0.25
         return made
 

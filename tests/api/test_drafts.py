@@ -142,7 +142,9 @@ def test_early_layers_whose_rest_adds_nothing_are_always_right() -> None:
     quiet.requires_grad_()
     with torch.no_grad():
         for name, weight in quiet.named_parameters():
-            if name in ("layers.2.out.weight", "layers.2.down.weight"):
+            if name.startswith("model.layers.2.") and name.endswith(
+                ("o_proj.weight", "down_proj.weight")
+            ):
                 weight.zero_()
     options = {**ROWS, **OUT, "num_assistant_tokens_schedule": "constant"}
     options |= {"num_assistant_tokens": 5, "assistant_confidence_threshold": 0.0}

@@ -36,7 +36,7 @@ def writer() -> LanguageModel:
     unseen = [one for one in range(320) if not LONG.decode([one]).strip(" ").isalpha()]
     unseen += LONG.all_special_ids
     with torch.no_grad():
-        dict(found.named_parameters())["head.weight"][unseen] = 0.0
+        dict(found.named_parameters())["lm_head.weight"][unseen] = 0.0
     return found
 
 

@@ -128,7 +128,7 @@ def test_nothing_is_left_of_a_file_that_failed(source: Path, tmp_path: Path) -> 
     model = es.load_model(source)
     model.requires_grad_()
     with torch.no_grad():
-        dict(model.named_parameters())["layers.1.down.weight"][3, 5] = torch.nan
+        dict(model.named_parameters())["model.layers.1.mlp.down_proj.weight"][3, 5] = torch.nan
     model.save_pretrained(broken)
     tiny_tokenizer().save_pretrained(broken)
     with pytest.raises(UnsupportedError, match="float16"):

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from everystep.cache.containers import Cache, DynamicCache, EncoderDecoderCache
-from everystep.config.kinds import is_integer, require
+from everystep.config.kinds import is_integer, is_number, require
 from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError, nearest, shown
 from everystep.executors.positions import require_positions
 from everystep.models import Model
+from everystep.nn.loss import NO_LABEL, label_losses
 from everystep.nn.network import Heard, Placed, holds_states
-from everystep.outputs import CausalLMOutput, encoder_states, loss_of
+from everystep.outputs import CausalLMOutput, encoder_states
 from everystep.requests.absent import ARGUMENTS, refuse_argument
 from everystep.requests.arrays import read_ids, read_mask, require_known
 from everystep.requests.caches import require_cache, require_room
@@ -58,6 +59,9 @@ def forward(
     decoder_attention_mask: Tensor | None = None,
     encoder_outputs: object = None,
     input_features: Tensor | None = None,
+    num_items_in_batch: int | Tensor | None = None,
+    output_logits: bool = True,
+    label_smoothing: float = 0.0,
     **pictures: object,
 ) -> CausalLMOutput | tuple[object, ...]:
     """Return logits of every position, (B, T, V), and the cache with these positions after its own.
@@ -67,16 +71,20 @@ def forward(
     `position_ids` are S..S+T-1 unless given. `use_cache`: whether to begin a new cache where
     none was passed; None: as the model's configuration says. `logits_to_keep`: of how many of
     the last positions logits are given, 0 for all, or (n,) of which. `labels` (B, T): ids whose
-    loss is given, each predicted from what stands before it, -100 for none. `input_features`
-    (B, channels, frames): what an encoder of sounds reads; `encoder_outputs` stand in the place
+    loss is given, each predicted from what stands before it, -100 for none: the sum divided by
+    `num_items_in_batch`, by how many labels there are unless given. `label_smoothing`: how much of
+    each label is spread over all ids. `output_logits`: whether logits are returned; without them
+    the loss never holds those of all positions at once. `input_features` (B, channels, frames):
+    what an encoder of sounds reads; `encoder_outputs` stand in the place
     of an encoder's prompt. With one it is `decoder_input_ids` (B, T) that come after what is
     cached; keys and values of the encoder's states are cached beside them. `pictures`: pixels
     and grids, as for `generate`. Differentiable after `requires_grad_`. Returns a
     `CausalLMOutput`, or with `return_dict=False` a tuple.
     """
     own = input_ids, attention_mask, position_ids, inputs_embeds, labels
+    require_loss_settings(num_items_in_batch, output_logits, label_smoothing, labels)
     require_inputs(model, *own, decoder_input_ids, decoder_attention_mask)
-    states = states_in_place(encoder_outputs, input_ids, inputs_embeds, input_features)
+    encoded = states_in_place(encoder_outputs, input_ids, inputs_embeds, input_features)
     inputs = inputs_embeds if input_ids is None else input_ids
     given = inputs if decoder_input_ids is None else decoder_input_ids
     kept = kept_positions(logits_to_keep, given)
@@ -84,7 +92,9 @@ def forward(
     heard = listener(output_hidden_states, output_attentions)
     read = input_ids, position_ids, inputs_embeds
     seen = see_pictures(model, *read, attention_mask, cache, pictures)
-    logits = cast(Model, model.core).forward(
+    core = cast(Model, model.core)
+    whole = None if labels is None else require_labels(labels, given, kept, model.vocab_size)
+    states = core.forward(
         seen.ids,
         attention_mask,
         seen.positions,
@@ -93,12 +103,26 @@ def forward(
         cache=cache,
         kept=kept,
         decoder_attention_mask=decoder_attention_mask,
-        encoder_states=states,
+        encoder_states=encoded,
         heard=heard,
         sounds=input_features,
         declared=seen.declared,
+        bare=True,
     )
-    loss = loss_of(logits, labels, model.is_encoder_decoder)
+    head = core.network.logits
+    logits = head(states.flatten(0, 1)).view(*states.shape[:2], -1) if output_logits else None
+    loss = None
+    if whole is not None:
+        # Each label is predicted from the position before it, or with an encoder from its own.
+        aligned = model.is_encoder_decoder
+        whole = whole.to(states.device)
+        predicting, wanted = (states, whole) if aligned else (states[:, :-1], whole[:, 1:])
+        smooths = label_smoothing > 0
+        found = label_losses(
+            head, predicting.flatten(0, 1), wanted.flatten(), model.vocab_size, smooths=smooths
+        )
+        items = found.count if num_items_in_batch is None else num_items_in_batch
+        loss = found.smoothed(label_smoothing) / items
     result = CausalLMOutput(loss, logits, cache)
     if heard is not None:
         result.hidden_states = tuple(heard.layers) if output_hidden_states else None
@@ -118,6 +142,46 @@ def require_inputs(model: Subject, *given: object) -> None:
             what, width = "inputs_embeds has another width than the model", found.shape[2]
             wanted = f"{model.width} values per position"
             raise RequestError(what, wanted=wanted, got=width)
+
+
+def require_loss_settings(
+    items: object, output_logits: object, smoothing: object, labels: object
+) -> None:
+    """Refuse settings of a loss that cannot be, or that stand where there are no labels."""
+    require(isinstance(output_logits, bool), "output_logits", "True or False", output_logits)
+    counts = is_number(items) or (isinstance(items, Tensor) and items.numel() == 1)
+    fits = items is None or (counts and float(items) > 0)  # type: ignore[arg-type]
+    require(fits, "num_items_in_batch", "how many labels the whole batch has", items)
+    fits = is_number(smoothing) and 0 <= smoothing < 1  # type: ignore[operator]
+    require(fits, "label_smoothing", "a number of at least 0 and below 1", smoothing)
+    if labels is None and (items is not None or smoothing):
+        name = "label_smoothing" if items is None else "num_items_in_batch"
+        raise RequestError(f"{name} belongs to a loss", wanted="labels", do=f"Leave {name} out")
+
+
+def require_labels(
+    labels: Tensor, inputs: Tensor | None, kept: slice | Tensor, vocab_size: int
+) -> Tensor:
+    """Return labels (B, T) as integers; RequestError unless there is one for each position of the
+    inputs (B, T, ...), all of them kept, and each is an id or -100."""
+    shape = None if inputs is None else tuple(inputs.shape[:2])
+    whole = isinstance(kept, slice) and not kept.start
+    if shape is not None and (tuple(labels.shape) != shape or not whole):
+        raise RequestError(
+            "labels do not fit the logits",
+            wanted=f"{shape}, one per position",
+            got=tuple(labels.shape),
+            do="Pass a label for every position, -100 for none, and leave logits_to_keep out",
+        )
+    absent = (labels != NO_LABEL) & ((labels < 0) | (labels >= vocab_size))
+    if absent.any():
+        raise RequestError(
+            "labels hold an id outside the vocabulary",
+            wanted=f"0 to {vocab_size - 1}, or -100 for no label",
+            got=int(labels[absent][0]),
+            do="Check that tokenizer and model belong together",
+        )
+    return labels.long()
 
 
 def kept_positions(wanted: object, inputs: Tensor | None) -> slice | Tensor:
@@ -165,11 +229,20 @@ def cache_of_forward(
     keeps nothing.
 
     As in transformers a passed one is filled whatever `use_cache` says, and without it the
-    model's configuration decides.
+    model's configuration decides, unless layers are computed once more for gradients.
     """
     recurrent = holds_states(model.core.network.stores)
+    again = getattr(model.core.network, "recomputes", False) and torch.is_grad_enabled()
+    if again and (use_cache or passed is not None):
+        raise RequestError(
+            "layers that are computed once more would add to a cache twice",
+            wanted="no cache beside gradient checkpointing",
+            got="past_key_values" if use_cache is None else f"use_cache={use_cache}",
+            do="Pass use_cache=False, or compute under torch.no_grad()",
+        )
     if use_cache is None:
-        use_cache = bool(getattr(model.config, "use_cache", True)) and not recurrent
+        keeps = not recurrent and not again
+        use_cache = bool(getattr(model.config, "use_cache", True)) and keeps
     if passed is None and not use_cache:
         return None
     if passed is None:

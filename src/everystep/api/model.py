@@ -17,6 +17,7 @@ from everystep.api.subjects import Holder, OwnSubject, WrappedSubject
 from everystep.bridge.core import ForeignModel
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.config import GenerationConfig
+from everystep.config.kinds import require as require_value
 from everystep.drivers.custom import names_of, require_loop
 from everystep.drivers.rectangle import generate
 from everystep.errors import ModelClassError, UnsupportedError
@@ -171,10 +172,33 @@ class LanguageModel(LoopMethods, Subject):
 
     # --- weights ----------------------------------------------------------------------------------
 
-    def eval(self) -> LanguageModel:
-        """Return the model itself, out of training mode where it has one."""
-        self._held.eval()
+    @property
+    def training(self) -> bool:
+        """True in training mode."""
+        return self._held.training
+
+    def train(self, mode: bool = True) -> LanguageModel:
+        """Return the model itself, in training mode from now on, or out of it.
+
+        In training mode a forward drops parts of what adapters read, where they say so; nothing
+        else differs, and `generate` never does so. Networks of this library have no dropout.
+        """
+        require_value(isinstance(mode, bool), "mode", "True or False", mode)
+        self._held.train(mode)
         return self
+
+    def eval(self) -> LanguageModel:
+        """Return the model itself, out of training mode."""
+        return self.train(False)
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Let forwards keep nothing of a layer for gradients but compute it once more: the same
+        gradients in less memory. UnsupportedError for a model that is no decoder."""
+        self._held.recompute(True)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Let forwards keep what gradients need."""
+        self._held.recompute(False)
 
     def to(
         self,
@@ -205,17 +229,18 @@ class LanguageModel(LoopMethods, Subject):
     def requires_grad_(self, requires_grad: bool = True) -> LanguageModel:
         """Return the model itself, whose weights require gradients from now on, or no longer do.
 
-        Packed weights become plain float tensors for that, and stay so. Such a model runs on torch
-        operators; a forward of it outside `torch.no_grad()` is differentiable. UnsupportedError for
-        quantised weights.
+        Packed weights become plain parameters for that, one for each name, and stay so. Such a
+        model runs on torch operators; a forward of it outside `torch.no_grad()` is differentiable.
+        UnsupportedError for quantised weights.
         """
         self._held.requires_grad_(requires_grad)
         return self
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the weights of a model that can learn, by name, joined projections as one tensor.
+        """Return the weights of a model that can learn, by the names that checkpoints give them.
 
-        A change of one changes the model. UnsupportedError before `requires_grad_`.
+        They are `torch.nn.Parameter`s, each with its rows as this library has them, and a change of
+        one changes the model. UnsupportedError before `requires_grad_`.
         """
         return self._held.named_parameters()
 

@@ -44,6 +44,7 @@ from everystep.models import (
     first_layers,
     learning_weights,
     named_weights,
+    recomputing,
     weight_bytes,
     weight_digest,
 )
@@ -83,9 +84,18 @@ class Holder(Subject, Protocol):
     def configure(self, config: GenerationConfig) -> None:
         """Let these values hold for every call that does not say otherwise."""
 
+    @property
     @abstractmethod
-    def eval(self) -> None:
-        """Leave training mode, if there is one."""
+    def training(self) -> bool:
+        """True in training mode."""
+
+    @abstractmethod
+    def train(self, mode: bool) -> None:
+        """Enter training mode, or leave it."""
+
+    @abstractmethod
+    def recompute(self, recomputes: bool) -> None:
+        """Keep nothing of a layer for gradients but compute it once more, or keep it."""
 
     @abstractmethod
     def to(self, device: torch.device | str | int | None, dtype: torch.dtype | None) -> None:
@@ -144,6 +154,8 @@ class OwnSubject(Holder):
         self._executor_name = executor
         self._cache_dtype = cache_dtype
         self._adapters: Adapters = {}
+        self._training = False
+        self._recomputes = False
         self.given_inputs = ()
 
     @property
@@ -204,14 +216,26 @@ class OwnSubject(Holder):
             parts += [name, self._adapters[name].digest()]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def eval(self) -> None:
-        """Do nothing: there is no training mode."""
+    @property
+    def training(self) -> bool:
+        return self._training
+
+    def train(self, mode: bool) -> None:
+        self._training = mode
+
+    def recompute(self, recomputes: bool) -> None:
+        self._core = recomputing(self._core, recomputes)
+        self._recomputes = recomputes
+
+    def _convert(self, **how: Any) -> None:
+        core = convert_model(self._core, **how)
+        self._core = recomputing(core, True) if self._recomputes else core
 
     def to(self, device: torch.device | str | int | None, dtype: torch.dtype | None) -> None:
         place = self.device if device is None else usable_device(device)
         if dtype is not None or place != self.device:
             in_panels = partial(holds_panels, self._executor_name)
-            self._core = convert_model(self._core, device=place, dtype=dtype, in_panels=in_panels)
+            self._convert(device=place, dtype=dtype, in_panels=in_panels)
             self._adapters = moved_adapters(self._adapters, self._core.device, self._core.dtype)
 
     def load_adapter(self, name: str, folder: Folder) -> None:
@@ -222,7 +246,7 @@ class OwnSubject(Holder):
 
     def requires_grad_(self, requires_grad: bool) -> None:
         if requires_grad and not self._core.learns:
-            self._core = convert_model(self._core, learns=True)
+            self._convert(learns=True)
         if self._core.learns:
             for _, weight in self.named_parameters():
                 weight.requires_grad_(requires_grad)
@@ -332,8 +356,19 @@ class WrappedSubject(Holder):
         parts = [self._core.digest(), str(self._core.dtype), self.cache_dtype, *adapters]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def eval(self) -> None:
-        self._module.eval()
+    @property
+    def training(self) -> bool:
+        return self._module.training
+
+    def train(self, mode: bool) -> None:
+        self._module.train(mode)
+
+    def recompute(self, recomputes: bool) -> None:
+        module: Any = self._module
+        if recomputes:
+            module.gradient_checkpointing_enable()
+        else:
+            module.gradient_checkpointing_disable()
 
     def to(self, device: torch.device | str | int | None, dtype: torch.dtype | None) -> None:
         wanted: dict[str, Any] = {"device": device, "dtype": dtype}

@@ -18,7 +18,7 @@ from everystep.models.load import (
     weight_bytes,
     weight_digest,
 )
-from everystep.models.model import Encode, Model, refuse_copies
+from everystep.models.model import Encode, Model, recomputing, refuse_copies
 
 __all__ = [
     "Encode",
@@ -33,6 +33,7 @@ __all__ = [
     "learning_weights",
     "named_shapes",
     "named_weights",
+    "recomputing",
     "refuse_copies",
     "stored_weights",
     "usable_device",

@@ -8,9 +8,11 @@ same input are one matrix. Cos and sin are made once per step and kind of rope.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from everystep.errors import InvariantError
 from everystep.models.loader import WeightLoader
@@ -44,13 +46,17 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoder(Network):
-    """A decoder-only network; `positions`: (rows, E) embeddings of positions, where it learns
-    them."""
+    """A decoder-only network.
+
+    `positions`: (rows, E) embeddings of positions, where it learns them. `recomputes`: what a layer
+    computes is not kept for gradients, but computed once more.
+    """
 
     spec: DecoderSpec
     layers: tuple[Layer, ...]
     rules: tuple[Rule, ...]
     positions: Tensor | None = None
+    recomputes: bool = False
 
     @property
     def heads(self) -> int:
@@ -109,7 +115,10 @@ class Decoder(Network):
         context.keep(hidden)
         for index, layer in enumerate(self.layers):
             rope = self.spec.layers[index].rope
-            hidden = self._layer(index, layer, hidden, tables.get(rope) if rope else None, context)
+            run = partial(self._layer, index, layer)
+            given = hidden, tables.get(rope) if rope else None, context
+            again = self.recomputes and torch.is_grad_enabled()
+            hidden = checkpoint(run, *given, use_reentrant=False) if again else run(*given)
             context.keep(hidden)
             if added is not None and index < self.spec.deepstack:
                 hidden = hidden.index_add(0, added.places, added.values[:, index])

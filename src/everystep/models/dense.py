@@ -151,7 +151,7 @@ def embedded(
     return network.embed_source(found) if source else network.embed(found)
 
 
-def dense_logits(
+def dense_states(
     network: Network,
     ids: Tensor | None,
     attention_mask: Tensor | None,
@@ -165,7 +165,7 @@ def dense_logits(
     heard: Heard | None = None,
     declared: Mapping[str, Placed] | None = None,
 ) -> Tensor:
-    """Return (B, n, V) of positions `kept`; see `Model.forward`."""
+    """Return (B, n, E) normalised hidden states of positions `kept`; see `Model.forward`."""
     start = 0 if cache is None else int(cache.get_seq_length())
     across, across_seen = None, None
     if decoder_input_ids is not None:
@@ -203,8 +203,7 @@ def dense_logits(
     whole = network.finish(out).view(batch, length, -1)
     if heard is not None:
         heard.layers[-1] = whole
-    out = whole[:, kept]
-    return network.logits(out.flatten(0, 1)).view(batch, out.shape[1], -1)
+    return whole[:, kept]
 
 
 def _packed(position_ids: Tensor, batch: int, device: torch.device) -> Tensor | None:

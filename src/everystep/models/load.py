@@ -275,17 +275,17 @@ def convert_model(
 
 
 def learning_weights(model: Model) -> list[tuple[str, Tensor]]:
-    """Return the weights of a model that learns, joined projections as one, by their keys.
+    """Return the weights of a model that learns, by their names in a checkpoint.
 
-    These are the tensors themselves: a change of one changes the model. Raise UnsupportedError
-    where they are packed.
+    These are the tensors themselves, as the network has them: a change of one changes the model.
+    Raise UnsupportedError where they are packed.
     """
     if not model.learns:
         raise UnsupportedError(
             "the model's weights are packed, and nothing can change them",
             do="Call model.requires_grad_() first",
         )
-    return [(key, weight) for key, weight in _weights(model) if isinstance(weight, Tensor)]
+    return [(part.name, one) for part, one in _places(model) if isinstance(one, Tensor)]
 
 
 def _weights(model: Model) -> Iterator[tuple[str, Matrix]]:

@@ -12,16 +12,18 @@ from functools import cached_property
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from everystep.models.parameters import Parameter, ParameterPart
 from everystep.models.spec import NormSpec
 from everystep.nn.attention import RelativeBias
 from everystep.nn.experts import Experts
 from everystep.nn.linear import (
+    Linear,
     LinearMap,
     Matrix,
     Rows,
+    SideBySide,
     Weight,
     dense,
     joined,
@@ -88,7 +90,7 @@ class WeightLoader:
     weight for a name, that is used as it is. `rounding`: matrices are quantised when they are
     loaded. `exact_activations`: quantised matrices read activations as they are. `panels`: matrices
     lie in panels, which are computed with in float32.
-    `learns`: all weights are plain float tensors that require gradients.
+    `learns`: all weights are plain parameters that require gradients, one for each name.
     """
 
     parameters: dict[str, Parameter]
@@ -134,9 +136,28 @@ class WeightLoader:
         return Norm(spec.kind, spec.eps, weight, bias, spec.plus_one)
 
     def linear(self, key: str) -> LinearMap:
-        """Load a linear map in the layout that this machine prefers."""
+        """Load a linear map in the layout that this machine prefers; one that learns, with a weight
+        for each name."""
+        if self.learns and len(self.parameters[f"{key}.weight"].parts) > 1:
+            return self._apart(key)
         weight, bias = self._matrix(f"{key}.weight"), self.tensor_if(f"{key}.bias")
         return packed_linear(weight, bias, exact_activations=self.exact_activations)
+
+    def _apart(self, key: str) -> SideBySide:
+        weights = self.parameters.pop(f"{key}.weight")
+        biases = self.parameters.pop(f"{key}.bias", None)
+        held = {} if biases is None else {one.start: one for one in biases.parts}
+        return SideBySide(
+            tuple(
+                Linear(
+                    self._values(weights.alone(part), self.dtype),
+                    None
+                    if biases is None or part.start not in held
+                    else self._values(biases.alone(held[part.start]), self._computed),
+                )
+                for part in weights.parts
+            )
+        )
 
     def experts(self, key: str) -> Experts:
         """Load experts, but do not round their router: a choice that differs is no small error."""
@@ -201,11 +222,14 @@ class WeightLoader:
         empty = torch.empty if whole else torch.zeros
         tensor = empty(parameter.shape, dtype=dtype, device=self.device)
         if parameter.made is not None and parameter.parts[0].name not in self.names:
-            return tensor.copy_(parameter.made()).requires_grad_(self.learns)
+            return self._own(tensor.copy_(parameter.made()))
         for part in parameter.parts:
             # What a source returns may be a view of a mapped file: the copy is the model's own.
             tensor[part.start : part.stop].copy_(self._read(part, dtype))
-        return tensor.requires_grad_(self.learns)
+        return self._own(tensor)
+
+    def _own(self, values: Tensor) -> Tensor:
+        return nn.Parameter(values) if self.learns else values
 
     def _read(self, part: ParameterPart, dtype: torch.dtype) -> Tensor:
         """Return the values of a part as the network has them."""
@@ -240,6 +264,10 @@ def held_weights(key: str, part: object) -> Iterator[tuple[str, Matrix]]:
         yield key, part
     elif isinstance(part, RelativeBias):
         yield key, part.table
+    elif isinstance(part, SideBySide):
+        yield f"{key}.weight", part.matrix()
+        if biases := tuple(one.bias for one in part.parts if one.bias is not None):
+            yield f"{key}.bias", biases
     elif isinstance(part, Norm | LinearMap):
         yield f"{key}.weight", part.weight if isinstance(part, Norm) else part.matrix()
         if part.bias is not None:

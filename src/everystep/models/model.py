@@ -8,7 +8,7 @@ keeps; executors run works against rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor
 from everystep.cache.containers import Cache
 from everystep.errors import RequestError, UnsupportedError
 from everystep.models.config import ModelConfig
-from everystep.models.dense import dense_logits, embedded
+from everystep.models.decoder import Decoder
+from everystep.models.dense import dense_states, embedded
 from everystep.models.encoders import PromptEncoder
 from everystep.models.vision.tower import VisionTower
 from everystep.nn.modes import inference_mode, outside_autocast
@@ -38,6 +39,20 @@ def refuse_copies(holder: object, protocol: object) -> NoReturn:
         f"a {type(holder).__name__} holds the weights of a model, and is not copied or pickled",
         do="Let threads share one model; in another process load it again",
     )
+
+
+def recomputing(model: Model, recomputes: bool) -> Model:
+    """Return the same weights as a model that keeps nothing of a layer for gradients but computes
+    it once more, or does not; UnsupportedError where that is not known of its network."""
+    network = model.network
+    if not isinstance(network, Decoder):
+        raise UnsupportedError(
+            "gradient checkpointing is known of decoders alone",
+            wanted="a decoder of one of the families that docs/models.md lists",
+            got=type(network).__name__,
+            do="Leave it out, or take smaller batches",
+        )
+    return replace(model, network=replace(network, recomputes=recomputes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +163,7 @@ class Model:
         heard: Heard | None = None,
         sounds: Tensor | None = None,
         declared: Mapping[str, Placed] | None = None,
+        bare: bool = False,
     ) -> Tensor:
         """Return logits (B, T, V) of ids (B, T), or of embeddings (B, T, E).
 
@@ -161,9 +177,10 @@ class Model:
         positions that do not go on by one begin another sequence in the same row, which sees
         nothing of the one before. `kept`: the positions whose logits are given. `heard` gets what
         the layers show, (B, T, E) and (B, H, T, S) each, those of the decoder. `declared`: values
-        of inputs that the network declares, for places among the B * T positions. Differentiable
-        where the weights are plain; raise UnsupportedError where a gradient would have to pass
-        through packed ones.
+        of inputs that the network declares, for places among the B * T positions. `bare`: what the
+        head would read is returned in place of logits, normalised, (B, T, E). Differentiable where
+        the weights are plain; raise UnsupportedError where a gradient would have to pass through
+        packed ones.
         """
         if self.network.encodes != (decoder_input_ids is not None):
             raise RequestError(
@@ -178,7 +195,7 @@ class Model:
             raise RequestError(what, do="Leave them out")
         if sounds is not None:
             inputs_embeds = self._listened(sounds)
-        return dense_logits(
+        states = dense_states(
             self.network,
             ids,
             attention_mask,
@@ -192,6 +209,9 @@ class Model:
             heard,
             declared,
         )
+        if bare:
+            return states
+        return self.network.logits(states.flatten(0, 1)).view(*states.shape[:2], -1)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return (..., E): what ids (...,) are to the encoder, or to a decoder that stands alone.

@@ -149,6 +149,11 @@ class Parameter:
         """The number of rows that have a name."""
         return sum(part.stop - part.start for part in self.parts)
 
+    def alone(self, part: ParameterPart) -> Parameter:
+        """Return one part as a parameter of its own."""
+        size = part.stop - part.start
+        return Parameter(self.key, (size, *self.shape[1:]), (replace(part, start=0, stop=size),))
+
     def shapes(self) -> Iterator[tuple[ParameterPart, tuple[int, ...]]]:
         """Yield every part with its shape where rows are rows."""
         for part in self.parts:

@@ -141,6 +141,27 @@ class JoinedLinear(LinearMap):
         return tuple(one for part in self.parts for one in weights_of(part.matrix()))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SideBySide(LinearMap):
+    """Plain maps of one input that learn, whose outputs stand side by side."""
+
+    parts: tuple[Linear, ...]
+
+    @property
+    def bias(self) -> Tensor | None:  # type: ignore[override]
+        """(out,) those of the parts, 0 where one has none; None where all have none."""
+        if all(one.bias is None for one in self.parts):
+            return None
+        each = [(one.weight.new_zeros(len(one.weight)), one.bias) for one in self.parts]
+        return torch.cat([zeros if bias is None else bias for zeros, bias in each])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+    def matrix(self) -> Matrix:
+        return tuple(part.weight for part in self.parts)
+
+
 def packed_linear(
     weight: Matrix, bias: Tensor | None = None, *, exact_activations: bool = False
 ) -> LinearMap:

@@ -1,0 +1,99 @@
+"""How far hidden states are from predicting labels, without all logits at once.
+
+Logits are made of a few positions at a time, and again when gradients pass: so no tensor has a
+value for each position and each id. Positions without a label are left out before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+NO_LABEL = -100
+_AT_ONCE = 1 << 22
+"""Logits at a time: 16 MB of float32."""
+
+Head = Callable[[Tensor], Tensor]
+"""Hidden states (N, E) -> logits (N, V)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LabelLosses:
+    """Sums over the positions that have a label.
+
+    `nll`: () of the negative logarithms of the labels' probabilities. `mean_nll`: () of the same of
+    all ids on average, for label smoothing; None where nobody asked. `count`: how many there are.
+    """
+
+    nll: Tensor
+    mean_nll: Tensor | None
+    count: int
+
+    def smoothed(self, factor: float) -> Tensor:
+        """Return the () sum with so much of each label spread over all ids.
+
+        Source: Szegedy et al. 2015."""
+        if self.mean_nll is None:
+            return self.nll
+        return (1 - factor) * self.nll + factor * self.mean_nll
+
+
+def label_losses(
+    head: Head, hidden: Tensor, labels: Tensor, vocab_size: int, *, smooths: bool = False
+) -> LabelLosses:
+    """Return the losses of labels (N,), NO_LABEL for none, under hidden states (N, E).
+
+    `smooths`: whether the average over all ids is computed too. Computed in float32, or the type of
+    the states where that is wider.
+    """
+    places = (labels != NO_LABEL).nonzero().squeeze(1)
+    hidden, labels = hidden[places], labels[places]
+    parts = [
+        checkpoint(_sums, head, *pair, smooths, use_reentrant=False, preserve_rng_state=False)
+        for pair in _stretches(hidden, labels, vocab_size)
+    ]
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    # Without a label there is still a graph, so that nobody's backward fails.
+    nothing = hidden.sum(dtype=wide) * 0
+    nll = sum((one for one, _ in parts), nothing)
+    mean = sum((one for _, one in parts), nothing) if smooths else None
+    return LabelLosses(nll, mean, len(labels))
+
+
+def label_logprobs(head: Head, hidden: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
+    """Return (N,) the logarithm of each label's probability under hidden states (N, E), 0 for
+    NO_LABEL; as `label_losses`."""
+    places = (labels != NO_LABEL).nonzero().squeeze(1)
+    parts = [
+        checkpoint(_logprobs, head, *pair, use_reentrant=False, preserve_rng_state=False)
+        for pair in _stretches(hidden[places], labels[places], vocab_size)
+    ]
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    found = torch.cat([hidden.new_empty(0, dtype=wide), *parts])
+    return found.new_zeros(len(labels)).index_copy(0, places, found)
+
+
+def _stretches(hidden: Tensor, labels: Tensor, vocab_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    size = max(1, _AT_ONCE // vocab_size)
+    for start in range(0, len(labels), size):
+        yield hidden[start : start + size], labels[start : start + size]
+
+
+def _sums(head: Head, hidden: Tensor, labels: Tensor, smooths: bool) -> tuple[Tensor, Tensor]:
+    logits = _wide_logits(head, hidden)
+    nll = F.cross_entropy(logits, labels, reduction="sum")
+    return nll, -F.log_softmax(logits, dim=-1).mean(-1).sum() if smooths else nll.new_zeros(())
+
+
+def _logprobs(head: Head, hidden: Tensor, labels: Tensor) -> Tensor:
+    return -F.cross_entropy(_wide_logits(head, hidden), labels, reduction="none")
+
+
+def _wide_logits(head: Head, hidden: Tensor) -> Tensor:
+    logits = head(hidden)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

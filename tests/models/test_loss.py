@@ -1,0 +1,173 @@
+"""The loss of labels equals transformers': in chunks, over a whole batch, smoothed, recomputed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.trainer_pt_utils import LabelSmoother
+
+import everystep.nn.loss
+from everystep.api.model import LanguageModel
+from everystep.errors import RequestError, UnsupportedError
+from tests.models.tiny import ids, ours, reference_decoder, reference_t5
+
+IDS = ids(3, 11)
+LABELS = IDS.clone()
+LABELS[0, :5] = LABELS[1, 9:] = LABELS[2, 3] = -100
+
+
+@pytest.fixture
+def pair() -> tuple[Any, LanguageModel]:
+    reference = reference_decoder("llama", torch.float64)
+    return reference, LanguageModel(ours(reference)).requires_grad_()
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {name: one.grad.clone() for name, one in model.named_parameters()}
+
+
+def alike(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, one in found.items():
+        # transformers takes root mean squares in float32, gradients included.
+        assert (one - wanted[name]).abs().max() <= 1e-6 * wanted[name].abs().max() + 1e-12, name
+
+
+@pytest.mark.parametrize("at_once", [1 << 22, 300, 1])
+@pytest.mark.parametrize("items", [None, 40, torch.tensor(17)])
+def test_a_loss_without_logits_is_the_references(
+    pair: tuple[Any, LanguageModel], items: Any, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(everystep.nn.loss, "_AT_ONCE", at_once)
+    reference, model = pair
+    wanted = reference(IDS, labels=LABELS, num_items_in_batch=items)
+    found = model(IDS, labels=LABELS, num_items_in_batch=items, output_logits=False)
+    assert found.logits is None
+    assert float(found.loss.detach()) == pytest.approx(float(wanted.loss.detach()), abs=1e-6)
+    wanted.loss.backward()
+    found.loss.backward()
+    alike(gradients(model), gradients(reference))
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most values that a tensor had which an operator returned."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for one in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(one, Tensor):
+                self.most = max(self.most, one.numel())
+        return found
+
+
+def test_no_tensor_has_a_value_for_each_position_and_each_id(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wide = reference_decoder("llama", torch.float32, vocab_size=1000)
+    model, many = LanguageModel(ours(wide)).requires_grad_(), ids(4, 64)
+    monkeypatch.setattr(everystep.nn.loss, "_AT_ONCE", 8 * model.vocab_size)
+    all_logits = many.numel() * model.vocab_size
+    for output_logits, is_smaller in ((False, True), (True, False)):
+        with Largest() as seen:
+            loss = model(many, labels=many, output_logits=output_logits).loss
+            loss.backward()
+        assert (seen.most < all_logits) is is_smaller
+
+
+@pytest.mark.parametrize("encodes", [False, True])
+def test_smoothed_labels_are_the_references(encodes: bool) -> None:
+    reference = (
+        reference_t5(torch.float64) if encodes else reference_decoder("llama", torch.float64)
+    )
+    model = LanguageModel(ours(reference)).requires_grad_()
+    given = {"decoder_input_ids": IDS} if encodes else {}
+    for items in (None, 50):
+        outputs = reference(IDS, **given)
+        wanted = LabelSmoother(0.2)(
+            outputs, LABELS, shift_labels=not encodes, num_items_in_batch=items
+        )
+        found = model(
+            IDS, labels=LABELS, label_smoothing=0.2, num_items_in_batch=items, **given
+        ).loss
+        assert float(found.detach()) == pytest.approx(float(wanted.detach()), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe"])
+def test_recomputed_layers_have_the_same_gradients(kind: str) -> None:
+    model = LanguageModel(ours(reference_decoder(kind, torch.float64))).requires_grad_()
+
+    def run() -> tuple[float, dict[str, Tensor], int]:
+        kept = 0
+
+        def pack(one: Tensor) -> Tensor:
+            nonlocal kept
+            kept += one.numel()
+            return one
+
+        for weight in model.parameters():
+            weight.grad = None
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+            loss = model(IDS, labels=LABELS, output_logits=False).loss
+        loss.backward()
+        named = model.named_parameters()
+        return float(loss.detach()), {name: w.grad for name, w in named if w.grad is not None}, kept
+
+    plain = run()
+    model.gradient_checkpointing_enable()
+    model.to(torch.float64)  # a conversion keeps the choice
+    again = run()
+    assert again[0] == plain[0] and again[2] < plain[2]
+    assert all(torch.equal(again[1][name], one) for name, one in plain[1].items())
+    with pytest.raises(RequestError, match="cache twice"):
+        model(IDS, use_cache=True)
+    with torch.no_grad():
+        assert model(IDS).past_key_values is not None
+    model.gradient_checkpointing_disable()
+    assert run()[2] == plain[2]
+
+
+def test_an_encoder_is_not_recomputed() -> None:
+    model = LanguageModel(ours(reference_t5(torch.float64)))
+    with pytest.raises(UnsupportedError, match=r"gradient checkpointing.*decoder"):
+        model.gradient_checkpointing_enable()
+
+
+def test_training_mode_changes_no_answer(pair: tuple[Any, LanguageModel]) -> None:
+    model = pair[1]
+    before = model.generate(IDS, max_new_tokens=5, do_sample=False)
+    assert model.train() is model and model.training
+    assert torch.equal(model.generate(IDS, max_new_tokens=5, do_sample=False), before)
+    assert model.training
+    assert model.eval() is model and not model.training
+
+
+@pytest.mark.parametrize(
+    "given, what",
+    [
+        ({"num_items_in_batch": 0}, "num_items_in_batch"),
+        ({"num_items_in_batch": "many"}, "num_items_in_batch"),
+        ({"label_smoothing": 1.0}, "label_smoothing"),
+        ({"label_smoothing": -0.1}, "label_smoothing"),
+        ({"output_logits": 1}, "output_logits"),
+        ({"labels": None, "num_items_in_batch": 3}, "num_items_in_batch belongs"),
+        ({"labels": None, "label_smoothing": 0.1}, "label_smoothing belongs"),
+        ({"labels": LABELS[:, :4]}, "labels do not fit"),
+        ({"labels": LABELS.T}, "labels do not fit"),
+        ({"labels": LABELS, "logits_to_keep": 1}, "labels do not fit"),
+        ({"labels": LABELS.clamp(max=-1)}, "labels hold an id"),
+        ({"labels": LABELS.double()}, "labels"),
+    ],
+)
+def test_settings_of_a_loss_that_cannot_be(
+    pair: tuple[Any, LanguageModel], given: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(RequestError, match=what):
+        pair[1](IDS, **{"labels": LABELS, **given})
+    with pytest.raises(RequestError, match="mode is not valid"):
+        pair[1].train("yes")  # type: ignore[arg-type]

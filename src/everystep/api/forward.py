@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from everystep.api.subjects import OwnSubject
 from everystep.cache.containers import Cache, DynamicCache, EncoderDecoderCache
 from everystep.config.kinds import is_integer, require
 from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError, nearest, shown
 from everystep.executors.positions import require_positions
-from everystep.models import Model
 from everystep.nn.network import Heard, Placed, holds_states
 from everystep.outputs import CausalLMOutput, encoder_states, loss_of
 from everystep.requests.absent import ARGUMENTS, refuse_argument
-from everystep.requests.arrays import read_ids, read_mask, require_known
+from everystep.requests.arrays import read_adapters, read_ids, read_mask, require_known
 from everystep.requests.caches import require_cache, require_room
+from everystep.requests.options import adapters_of
 from everystep.requests.pictures import (
     PictureRow,
     features_of,
@@ -42,7 +43,7 @@ _FORMS: dict[str, tuple[str, tuple[int, ...], Literal["integers", "floats", "any
 
 
 def forward(
-    model: Subject,
+    model: OwnSubject,
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
@@ -58,6 +59,8 @@ def forward(
     decoder_attention_mask: Tensor | None = None,
     encoder_outputs: object = None,
     input_features: Tensor | None = None,
+    adapter_names: object = None,
+    adapters: object = None,
     **pictures: object,
 ) -> CausalLMOutput | tuple[object, ...]:
     """Return logits of every position, (B, T, V), and the cache with these positions after its own.
@@ -71,8 +74,9 @@ def forward(
     (B, channels, frames): what an encoder of sounds reads; `encoder_outputs` stand in the place
     of an encoder's prompt. With one it is `decoder_input_ids` (B, T) that come after what is
     cached; keys and values of the encoder's states are cached beside them. `pictures`: pixels
-    and grids, as for `generate`. Differentiable after `requires_grad_`. Returns a
-    `CausalLMOutput`, or with `return_dict=False` a tuple.
+    and grids, as for `generate`; `adapter_names` and `adapters` name the adapters of all rows or
+    of each, as there. Differentiable after `requires_grad_`, and in adapters that learn. Returns
+    a `CausalLMOutput`, or with `return_dict=False` a tuple.
     """
     own = input_ids, attention_mask, position_ids, inputs_embeds, labels
     require_inputs(model, *own, decoder_input_ids, decoder_attention_mask)
@@ -84,7 +88,10 @@ def forward(
     heard = listener(output_hidden_states, output_attentions)
     read = input_ids, position_ids, inputs_embeds
     seen = see_pictures(model, *read, attention_mask, cache, pictures)
-    logits = cast(Model, model.core).forward(
+    mixes = read_adapters(adapter_names, adapters, model.adapters)
+    rows, length = (1, 0) if given is None else given.shape[:2]
+    core = model.adapted_core(adapters_of(mixes, rows), length)
+    logits = core.forward(
         seen.ids,
         attention_mask,
         seen.positions,

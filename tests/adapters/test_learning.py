@@ -197,7 +197,8 @@ def test_a_step_of_an_optimizer_changes_later_calls_and_no_digest_is_stale() -> 
     scores = model.generate(
         IDS, **options, output_logits=True, return_dict_in_generate=True
     ).logits[0]
-    assert close(scores, logits[:, -1].detach())
+    # Norms are rounded to float32, which strong adapters amplify.
+    assert close(scores, logits[:, -1].detach(), 1e-4)
     mixed = model(IDS, adapters=[None, {"default": 0.5}]).logits
     assert torch.equal(mixed[:1], model(IDS[:1]).logits)
     half = model(IDS[1:], adapters={"default": 0.5}).logits

@@ -50,8 +50,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of the given adapters, one folder in it for each."""
     place = tmp_path_factory.mktemp("given")
     for seed, (name, config) in enumerate(GIVEN.items()):
-        made = peft.get_peft_model(copy.deepcopy(base("llama")), peft.LoraConfig(**config))
-        strong(made, seed).save_pretrained(place / name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made = peft.get_peft_model(copy.deepcopy(base("llama")), peft.LoraConfig(**config))
+            strong(made, seed).save_pretrained(place / name)
     return place
 
 
@@ -96,7 +98,9 @@ def test_cat_is_the_mix_and_is_saved(folder: Path, tmp_path: Path) -> None:
     mixed = model(READ, adapters=dict(zip(GIVEN, weights, strict=True))).logits
     assert close(model(READ, adapters="made").logits, mixed, 1e-10)
     model.save_adapter(tmp_path, "made")
-    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base("llama")), tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base("llama")), tmp_path)
     with torch.no_grad():
         assert close(mixed, loaded(READ).logits)
 

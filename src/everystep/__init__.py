@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 from everystep._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from everystep.adapters import LoHaConfig as LoHaConfig
+    from everystep.adapters import LoraConfig as LoraConfig
+    from everystep.adapters import PeftAdapter as PeftAdapter
     from everystep.api.asynchronous import AsyncEngine as AsyncEngine
     from everystep.api.asynchronous import AsyncStream as AsyncStream
     from everystep.api.auto import AutoConfig as AutoConfig
@@ -193,6 +196,7 @@ if TYPE_CHECKING:
     from everystep.types.hooks import Hook as Hook
 
 _NAMES = {
+    "adapters": "LoHaConfig LoraConfig PeftAdapter",
     "api.asynchronous": "AsyncEngine AsyncStream",
     "api.auto": "AutoConfig AutoModelForCausalLM AutoModelForSeq2SeqLM AutoTokenizer",
     "api.chat": "chat",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import everystep as es
 from everystep.adapters import Adapter, adapted, read_adapter
-from everystep.adapters.peft_folder import _IDLE
+from everystep.adapters.peft_adapter import _IDLE
 from everystep.adapters.peft_kinds import KINDS
 from everystep.errors import FormatError, UnsupportedError
 from everystep.models import Model
@@ -136,7 +136,7 @@ def close(found: Tensor, expected: Tensor, bound: float = 1e-6) -> bool:
 def test_it_is_what_peft_computes(form: str, name: str) -> None:
     folder, expected = trained(form, name)
     model = ours(base(form))
-    found = logits(model, [("a", read_adapter(folder, model), 1.0)])
+    found = logits(model, [("a", read_adapter(folder, model).now(), 1.0)])
     assert close(found, expected)
     assert not close(model.forward(READ), expected, 1e-2)
 
@@ -146,7 +146,7 @@ def test_merged_equals_unmerged(name: str, tmp_path: Path) -> None:
     """What is written with the adapter in its weights is what transformers reads."""
     folder, expected = trained("qwen2", name)
     model = es.LanguageModel(ours(base("qwen2")))
-    model.load_adapter("a", folder)
+    model.load_adapter(folder, "a")
     if name == "lora with biases":
         with pytest.raises(UnsupportedError, match="a bias to a projection that has none"):
             model.save_pretrained(tmp_path, adapters=["a"])
@@ -154,7 +154,7 @@ def test_merged_equals_unmerged(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, adapters=["a"])
     again = es.load_model(tmp_path, dtype=torch.float64)
     assert close(again(READ).logits, expected)
-    half = logits(model.core, [("a", read_adapter(folder, model.core), 0.5)])
+    half = logits(model.core, [("a", read_adapter(folder, model.core).now(), 0.5)])
     model.save_pretrained(tmp_path, adapters=[("a", 0.5)])
     assert close(es.load_model(tmp_path, dtype=torch.float64)(READ).logits, half)
 
@@ -163,7 +163,7 @@ def test_merged_equals_unmerged(name: str, tmp_path: Path) -> None:
 def test_a_weight_of_zero_is_the_model_without_it(name: str) -> None:
     folder, _ = trained("llama", name)
     model = ours(base("llama"))
-    found = logits(model, [("a", read_adapter(folder, model), 0.0)])
+    found = logits(model, [("a", read_adapter(folder, model).now(), 0.0)])
     assert close(found, model.forward(READ), 1e-12)
 
 
@@ -174,7 +174,7 @@ def test_keys_of_an_adapter_in_memory_are_read_too(tmp_path: Path) -> None:
     save_file(named, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())
     model = ours(base("llama"))
-    assert close(logits(model, [("a", read_adapter(tmp_path, model), 1.0)]), expected)
+    assert close(logits(model, [("a", read_adapter(tmp_path, model).now(), 1.0)]), expected)
 
 
 # --- mixes ----------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def _split(key: str) -> tuple[str, str, str]:
 @pytest.mark.parametrize("names", MIXES, ids=" in ".join)
 def test_a_mix_is_what_pefts_mixed_model_computes(names: tuple[str, ...]) -> None:
     model = ours(base("llama"))
-    mix = [(name, read_adapter(trained("llama", name)[0], model), 1.0) for name in names]
+    mix = [(name, read_adapter(trained("llama", name)[0], model).now(), 1.0) for name in names]
     assert close(logits(model, mix), mixture(names))
 
 

@@ -43,7 +43,7 @@ def folder(reference: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory)
 def model(reference: PreTrainedModel, folder: Path) -> LanguageModel:
     """Our model, which knows the adapter as "style"."""
     model = LanguageModel(ours(reference))
-    model.load_adapter("style", folder)
+    model.load_adapter(folder, "style")
     return model
 
 
@@ -84,7 +84,7 @@ def test_an_unknown_adapter_is_refused_before_any_compute(model: LanguageModel) 
 
 def test_names_are_given_once_and_taken_back(model: LanguageModel, folder: Path) -> None:
     with pytest.raises(RequestError, match="this name"):
-        model.load_adapter("style", folder)
+        model.load_adapter(folder, "style")
     assert model.adapters == ("style",)
     running = model.executor({"adapters"})
     model.delete_adapter("style")

@@ -31,7 +31,7 @@ def tensors(rank: int = 3, projections: tuple[str, ...] = PROJECTIONS) -> dict[s
 def logits(model: Model, folder: Path) -> Tensor:
     """Of a prompt whose positions all ask for the adapter."""
     read = torch.arange(9)
-    lora = read_adapter(folder, model)
+    lora = read_adapter(folder, model).now()
     network = adapted(model.network, {"a": lora}, [((("a", 1.0),), read)])
     return Model(model.config, model.spec, network).forward(read[None])
 
@@ -181,7 +181,7 @@ def test_an_adapter_that_fails_in_any_read_leaves_the_model_as_it_was(
         with monkeypatch.context() as patch:
             patch.setattr(safetensors, "stored_bytes", reading)
             try:
-                model.load_adapter("a", folder)
+                model.load_adapter(folder, "a")
                 break
             except FileError:
                 assert (model.adapters, torch.equal(model(ids).logits, before)) == ((), True)

@@ -136,13 +136,21 @@ CALLS: dict[str, Place] = {
         for name in (
             *("attention_mask", "position_ids", "past_key_values", "labels", "logits_to_keep"),
             *("output_hidden_states", "output_attentions", "decoder_input_ids"),
+            *("adapter_names", "adapters"),
         )
     },
     "model(inputs_embeds=)": lambda v: MODEL(inputs_embeds=v),
     "model.to": lambda v: None if v is None or isinstance(v, torch.dtype) else moved_and_back(v),
-    "model.load_adapter": lambda v: MODEL.load_adapter("a", v),
-    "model.load_adapter as": lambda v: MODEL.load_adapter(v, "nowhere"),
+    "model.load_adapter": lambda v: MODEL.load_adapter(v, "a"),
+    "model.load_adapter as": lambda v: MODEL.load_adapter("nowhere", v),
     "model.delete_adapter": MODEL.delete_adapter,
+    "model.add_adapter": lambda v: MODEL.add_adapter("a", v),
+    "model.add_adapter as": lambda v: MODEL.add_adapter(v),
+    "model.add_weighted_adapter": lambda v: MODEL.add_weighted_adapter(v, [1.0], "a"),
+    "model.add_weighted_adapter by": lambda v: MODEL.add_weighted_adapter(["a"], v, "b"),
+    "model.merge_adapter": MODEL.merge_adapter,
+    "model.save_adapter": lambda v: MODEL.save_adapter(v, "nobody"),
+    "model.save_adapter of": lambda v: MODEL.save_adapter("nowhere", v),
     "model.save_pretrained": MODEL.save_pretrained,
     **{
         f"model.save_pretrained({n}=)": lambda v, n=n: MODEL.save_pretrained("saved", **{n: v})

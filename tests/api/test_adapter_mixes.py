@@ -82,7 +82,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     turned = {"r": 0, "oft_block_size": 4, "use_cayley_neumann": True}
     write_folder(folders[2], rotation(weights, 5), peft_type="OFT", **nothing | turned)
     for name, folder in zip(("style", "other", "turn"), folders, strict=True):
-        made.load_adapter(name, folder)
+        made.load_adapter(folder, name)
     return made
 
 

@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     weights = dict(named_weights(made.core))  # type: ignore[arg-type]
     folder = tmp_path_factory.mktemp("adapter")
     write_folder(folder, random_lora(weights, 3, PROJECTIONS, 3))
-    made.load_adapter("style", folder)
+    made.load_adapter(folder, "style")
     return made
 
 
@@ -132,7 +132,7 @@ def test_an_adapter_that_comes_later_is_there_for_an_engine_that_runs(
     async def main() -> None:
         async with es.AsyncEngine(model) as engine:
             before = await engine.generate(PLAIN, **OPTIONS)
-            model.load_adapter("later", tmp_path)
+            model.load_adapter(tmp_path, "later")
             try:
                 given = {**OPTIONS, "adapter_names": "later"}
                 assert await engine.generate(PLAIN, **given) == by_text(model, PLAIN, given)

@@ -108,16 +108,16 @@ def test_a_run_does_not_go_on_with_another_adapter(tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 2)):
         lora = random_lora(model.state_dict(), seed, PROJECTIONS[:2], 3)
         write_folder(tmp_path / name, {key: value.float() for key, value in lora.items()})
-    model.load_adapter("style", tmp_path / "a")
+    model.load_adapter(tmp_path / "a", "style")
     run = es.open(model, None, IDS, max_new_tokens=5, adapter_names=["style"])
     next(run)
     run.save(tmp_path / "run")
-    model.load_adapter("other", tmp_path / "b")
+    model.load_adapter(tmp_path / "b", "other")
     assert es.resume(tmp_path / "run", model).result() == run.result()
     model.delete_adapter("style")
     with pytest.raises(RequestError, match="no such adapter"):
         es.resume(tmp_path / "run", model)
-    model.load_adapter("style", tmp_path / "b")
+    model.load_adapter(tmp_path / "b", "style")
     with pytest.raises(RequestError, match="another model"):
         es.resume(tmp_path / "run", model)
 

@@ -195,7 +195,7 @@ def test_adapters_are_merged_when_that_is_asked_for(executor: Any, tmp_path: Pat
     projections = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
     tensors = random_lora(reference.state_dict(), 1, projections)
     folder = write_folder(tmp_path / "lora", tensors, target_modules=list(projections))
-    model.load_adapter("style", folder)
+    model.load_adapter(folder, "style")
     with pytest.raises(RequestError, match=r"'style' and no choice.*adapters=\[\.\.\.\]"):
         model.save_pretrained(tmp_path / "ours")
     with pytest.raises(RequestError, match="no such adapter"):

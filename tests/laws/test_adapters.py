@@ -70,7 +70,7 @@ def adapters(name: str) -> dict[str, Adapter]:
     with TemporaryDirectory() as folder:
         for one, (rank, _) in ADAPTERS.items():
             place = write_folder(Path(folder) / one, tensors(name, one), r=rank)
-            found[one] = read_adapter(place, model)
+            found[one] = read_adapter(place, model).now()
     return found
 
 

@@ -228,7 +228,7 @@ def _of_adapter(folder: Path) -> dict[str, Format]:
 
         def read(own: Path = own) -> None:
             try:
-                model.load_adapter("a", own)
+                model.load_adapter(own, "a")
                 model.generate(torch.tensor([[5, 6]]), adapter_names="a", max_new_tokens=2)
             finally:
                 if "a" in model.adapters:

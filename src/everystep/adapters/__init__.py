@@ -4,24 +4,44 @@ from everystep.adapters.adapter import Adapter, Mix, adapted, merged
 from everystep.adapters.changes import AdapterChange, Delta
 from everystep.adapters.known import (
     Adapters,
-    moved_adapters,
+    as_they_are,
+    let_follow,
     require_adapter,
+    require_free,
     with_adapter,
     without_adapter,
 )
-from everystep.adapters.peft_folder import read_adapter
+from everystep.adapters.learning import learning
+from everystep.adapters.named_arguments import read_adding, read_loading
+from everystep.adapters.peft_adapter import PeftAdapter
+from everystep.adapters.peft_config import AdapterConfig, LoHaConfig, LoraConfig, new_adapter
+from everystep.adapters.peft_folder import read_adapter, write_adapter
+from everystep.adapters.weighted import Combination, weighted_adapter
 
 __all__ = [
     "Adapter",
-    "Adapters",
     "AdapterChange",
+    "AdapterConfig",
+    "Adapters",
+    "Combination",
     "Delta",
+    "LoHaConfig",
+    "LoraConfig",
     "Mix",
+    "PeftAdapter",
     "adapted",
+    "as_they_are",
+    "learning",
+    "let_follow",
     "merged",
-    "moved_adapters",
+    "new_adapter",
     "read_adapter",
+    "read_adding",
+    "read_loading",
     "require_adapter",
+    "require_free",
+    "weighted_adapter",
     "with_adapter",
     "without_adapter",
+    "write_adapter",
 ]

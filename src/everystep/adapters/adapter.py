@@ -26,7 +26,7 @@ from everystep.models.model import Model
 from everystep.nn.digests import add_tensor
 from everystep.nn.linear import LinearMap, Matrix, dense
 
-_ROLES = ("qkv", "out", "up", "down")  # the projections of a layer that adapters change
+ROLES = ("qkv", "out", "up", "down")  # the projections of a layer that adapters change
 
 Mix = tuple[tuple[str, float], ...]
 """(name, weight) pairs of adapters, the innermost first."""
@@ -134,7 +134,7 @@ def merged(model: Model, adapters: Sequence[tuple[Adapter, float]]) -> Model:
     layers = []
     for index, layer in enumerate(network.layers):
         maps: dict[str, Any] = {
-            role: changed(f"layers.{index}.{role}", getattr(layer, role)) for role in _ROLES
+            role: changed(f"layers.{index}.{role}", getattr(layer, role)) for role in ROLES
         }
         layers.append(replace(layer, **maps))
     return replace(model, network=replace(network, layers=tuple(layers)))
@@ -229,7 +229,7 @@ def adapted(decoder: Decoder, adapters: Mapping[str, Adapter], asked: AskedAdapt
     layers = []
     for index, layer in enumerate(decoder.layers):
         changed: dict[str, Any] = {}
-        for role in _ROLES:
+        for role in ROLES:
             key, base = f"layers.{index}.{role}", getattr(layer, role)
             added = tuple(
                 (change, places, weights)

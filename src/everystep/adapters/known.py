@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from os import PathLike
-
-import torch
 
 from everystep.adapters.adapter import Adapter
-from everystep.adapters.peft_folder import read_adapter
+from everystep.adapters.peft_adapter import PeftAdapter
 from everystep.errors import RequestError, shown
 from everystep.models import Model
 
-Adapters = Mapping[str, Adapter]
+Adapters = Mapping[str, PeftAdapter]
 
 
-def with_adapter(known: Adapters, name: str, folder: str | PathLike[str], model: Model) -> Adapters:
-    """Return these and the adapter in a PEFT folder.
+def with_adapter(known: Adapters, name: str, adapter: PeftAdapter) -> Adapters:
+    """Return these and one more; see `require_free`."""
+    require_free(known, name)
+    return {**known, name: adapter}
 
-    Raise RequestError for a name taken or invalid.
-    """
+
+def require_free(known: Adapters, name: str) -> None:
+    """Raise RequestError for a name that is taken or invalid."""
     if not isinstance(name, str) or not name or name in known:
         raise RequestError(
             "an adapter cannot have this name",
@@ -27,7 +27,6 @@ def with_adapter(known: Adapters, name: str, folder: str | PathLike[str], model:
             got=shown(name),
             do="Choose another, or call delete_adapter first",
         )
-    return {**known, name: read_adapter(folder, model)}
 
 
 def without_adapter(known: Adapters, name: str) -> Adapters:
@@ -36,13 +35,20 @@ def without_adapter(known: Adapters, name: str) -> Adapters:
     return {key: one for key, one in known.items() if key != name}
 
 
-def moved_adapters(known: Adapters, device: torch.device, dtype: torch.dtype) -> Adapters:
-    """Return these on a device, in a type."""
-    return {name: one.to(device, dtype) for name, one in known.items()}
+def let_follow(known: Adapters, model: Model) -> None:
+    """Let them belong to a model that was moved or converted."""
+    for one in known.values():
+        one.follow(model)
 
 
-def require_adapter(known: Adapters, name: str) -> None:
-    """Raise RequestError where there is no adapter of this name."""
+def as_they_are(known: Adapters) -> dict[str, Adapter]:
+    """Return what each computes at this moment; what they learn later does not change that."""
+    return {name: one.now() for name, one in known.items()}
+
+
+def require_adapter(known: Adapters, name: str) -> PeftAdapter:
+    """Return the adapter of this name; raise RequestError where there is none."""
     if not isinstance(name, str) or name not in known:
         do = "Call load_adapter first"
         raise RequestError("there is no such adapter", wanted=list(known), got=shown(name), do=do)
+    return known[name]

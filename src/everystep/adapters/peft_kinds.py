@@ -64,8 +64,7 @@ class AdaptedModule:
 
     def setting(self, key: str, default: float) -> float:
         """Return what the first pattern says that finds this module, or the default."""
-        found = (value for pattern, value in self.patterns[key] if pattern.match(self.name))
-        return next(found, default)
+        return setting_of(self.patterns[key], self.name, default)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,6 +100,11 @@ def scale_patterns(config: Fields) -> dict[str, Patterns]:
     return found
 
 
+def setting_of(patterns: Patterns, module: str, default: float) -> float:
+    """Return the number of the first pattern that finds a module, or the default."""
+    return next((value for pattern, value in patterns if pattern.match(module)), default)
+
+
 def _pattern(config: Fields, key: str, name: str, value: object) -> tuple[re.Pattern[str], float]:
     """Return the search for a name, as PEFT's `get_pattern_key` has it, and its number."""
     plain = _PATTERN.fullmatch(name) and len(re.findall(r"[*+]", name)) <= _MOST_REPEATS
@@ -132,7 +136,8 @@ def _lora(config: Fields, module: AdaptedModule) -> AdapterChange:
         return delta
     own = module.matrix()
     wide = torch.promote_types(own.dtype, torch.float32)
-    found = torch.linalg.norm(own.to(wide) + delta.product(wide), dim=1)
+    # As in PEFT, what the delta does to the lengths counts as constant while it learns.
+    found = torch.linalg.norm(own.to(wide) + delta.product(wide), dim=1).detach()
     gains = module.part.loaded(lengths).to(wide) / found
     return Magnitude(delta, gains.to(a.dtype), start)
 

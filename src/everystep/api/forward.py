@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from everystep.api.subjects import OwnSubject
 from everystep.cache.containers import Cache, DynamicCache, EncoderDecoderCache
 from everystep.config.kinds import is_integer, is_number, require
 from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError, nearest, shown
 from everystep.executors.positions import require_positions
-from everystep.models import Model
 from everystep.nn.loss import NO_LABEL, label_losses
 from everystep.nn.network import Heard, Placed, holds_states
 from everystep.outputs import CausalLMOutput, encoder_states
 from everystep.requests.absent import ARGUMENTS, refuse_argument
-from everystep.requests.arrays import read_ids, read_mask, require_known
+from everystep.requests.arrays import read_adapters, read_ids, read_mask, require_known
 from everystep.requests.caches import require_cache, require_room
+from everystep.requests.options import adapters_of
 from everystep.requests.pictures import (
     PictureRow,
     features_of,
@@ -43,7 +44,7 @@ _FORMS: dict[str, tuple[str, tuple[int, ...], Literal["integers", "floats", "any
 
 
 def forward(
-    model: Subject,
+    model: OwnSubject,
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
@@ -62,6 +63,8 @@ def forward(
     num_items_in_batch: int | Tensor | None = None,
     output_logits: bool = True,
     label_smoothing: float = 0.0,
+    adapter_names: object = None,
+    adapters: object = None,
     **pictures: object,
 ) -> CausalLMOutput | tuple[object, ...]:
     """Return logits of every position, (B, T, V), and the cache with these positions after its own.
@@ -78,8 +81,9 @@ def forward(
     what an encoder of sounds reads; `encoder_outputs` stand in the place
     of an encoder's prompt. With one it is `decoder_input_ids` (B, T) that come after what is
     cached; keys and values of the encoder's states are cached beside them. `pictures`: pixels
-    and grids, as for `generate`. Differentiable after `requires_grad_`. Returns a
-    `CausalLMOutput`, or with `return_dict=False` a tuple.
+    and grids, as for `generate`; `adapter_names` and `adapters` name the adapters of all rows or
+    of each, as there. Differentiable after `requires_grad_`, and in adapters that learn. Returns
+    a `CausalLMOutput`, or with `return_dict=False` a tuple.
     """
     own = input_ids, attention_mask, position_ids, inputs_embeds, labels
     require_loss_settings(num_items_in_batch, output_logits, label_smoothing, labels)
@@ -92,7 +96,9 @@ def forward(
     heard = listener(output_hidden_states, output_attentions)
     read = input_ids, position_ids, inputs_embeds
     seen = see_pictures(model, *read, attention_mask, cache, pictures)
-    core = cast(Model, model.core)
+    mixes = read_adapters(adapter_names, adapters, model.adapters)
+    rows, length = (1, 0) if given is None else given.shape[:2]
+    core = model.adapted_core(adapters_of(mixes, rows), length)
     whole = None if labels is None else require_labels(labels, given, kept, model.vocab_size)
     states = core.forward(
         seen.ids,

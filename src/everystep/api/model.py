@@ -6,18 +6,25 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Unpack, final
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack, cast, final
 
 import torch
 from torch import Tensor, nn
 
+from everystep.adapters import (
+    AdapterConfig,
+    Combination,
+    PeftAdapter,
+    read_adding,
+    read_loading,
+)
 from everystep.api.forward import forward
 from everystep.api.saving import Folder, Merged, Saving
 from everystep.api.subjects import Holder, OwnSubject, WrappedSubject
 from everystep.bridge.core import ForeignModel
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.config import GenerationConfig
-from everystep.config.kinds import require as require_value
+from everystep.config.kinds import require as require_choice
 from everystep.drivers.custom import names_of, require_loop
 from everystep.drivers.rectangle import generate
 from everystep.errors import ModelClassError, UnsupportedError
@@ -183,7 +190,7 @@ class LanguageModel(LoopMethods, Subject):
         In training mode a forward drops parts of what adapters read, where they say so; nothing
         else differs, and `generate` never does so. Networks of this library have no dropout.
         """
-        require_value(isinstance(mode, bool), "mode", "True or False", mode)
+        require_choice(isinstance(mode, bool), "mode", "True or False", mode)
         self._held.train(mode)
         return self
 
@@ -214,13 +221,91 @@ class LanguageModel(LoopMethods, Subject):
         self._held.to(device, dtype)
         return self
 
-    def load_adapter(self, name: str, folder: Folder) -> None:
-        """Let requests ask for the adapter in a PEFT folder by this name from now on.
+    def load_adapter(
+        self,
+        folder: Folder | None = None,
+        name: str | None = None,
+        *,
+        is_trainable: bool = False,
+        **of_other_libraries: object,
+    ) -> PeftAdapter | None:
+        """Let requests ask for the adapter in a PEFT folder by this name from now on; return it.
 
-        A call that is running goes on without it. See `read_adapter` for what is refused; a wrapped
-        PEFT model loads it by itself.
+        The order is that of transformers and PEFT, whose `peft_model_id`, `model_id` and
+        `adapter_name` are read too; without a name it is "default". `is_trainable`: its tensors
+        learn, see `add_adapter`. A call that is running goes on without it. See `read_adapter` for
+        what is refused; a wrapped PEFT model loads it by itself.
         """
-        self._held.load_adapter(name, folder)
+        asked = read_loading(folder, name, is_trainable, of_other_libraries)
+        return self._held.load_adapter(asked.folder, asked.name, learns=asked.learns)
+
+    def add_adapter(
+        self,
+        name: str | AdapterConfig | None = None,
+        config: AdapterConfig | str | None = None,
+        **of_other_libraries: object,
+    ) -> PeftAdapter:
+        """Make an adapter that learns, and let calls ask for it by this name; return it.
+
+        `config`: a `LoraConfig` or `LoHaConfig`. Name and config may come in either order, as in
+        PEFT and in transformers, whose `adapter_name`, `adapter_config` and `peft_config` are read
+        too; without a name it is "default". The adapter's `parameters()` go to an optimizer, and a
+        forward that names it, `model(ids, adapter_names="default")`, is differentiable in them
+        while the weights of the model stay as they are, packed or quantised too. Dropout is active
+        after `adapter.train()`.
+        """
+        asked = read_adding(name, config, of_other_libraries)
+        return self._held.add_adapter(asked.config, asked.name)
+
+    def add_weighted_adapter(
+        self,
+        adapters: Sequence[str],
+        weights: Sequence[float],
+        adapter_name: str,
+        combination_type: str = "svd",
+        svd_rank: int | None = None,
+        svd_clamp: float | None = None,
+        svd_full_matrices: bool = True,
+        svd_driver: str | None = None,
+        density: float | None = None,
+        majority_sign_method: str = "total",
+    ) -> PeftAdapter | None:
+        """Make one LoRA of several with weights, as PEFT does, and return it.
+
+        `combination_type`: "cat" is the weighted sum, at the sum of their ranks; "svd" keeps the
+        largest of their ranks of it, or `svd_rank`; "linear" combines the factors, which is rough;
+        "ties", "dare_linear", "dare_ties" and "magnitude_prune" keep the share `density` of the
+        values, of the factors or, with "_svd" behind, of what is added. What would have no effect
+        is refused. To mix adapters in a call, exactly and of any kinds, pass `adapters`.
+        """
+        listed = isinstance(adapters, list | tuple)
+        fits = listed and all(isinstance(one, str) for one in adapters)
+        require_choice(fits, "adapters", "a list of names", adapters)
+        svd = svd_rank, svd_clamp, svd_full_matrices, svd_driver
+        how = Combination(combination_type, *svd, density, majority_sign_method)
+        return self._held.add_weighted_adapter(adapters, weights, adapter_name, how)
+
+    def merge_adapter(self, adapters: Merged | None = None) -> None:
+        """Put adapters into the weights: names, or (name, weight) pairs, the innermost first.
+
+        Calls then run as fast as without adapters and name none, until `unmerge_adapter`. The
+        weights before are kept beside the new ones. Projections that are changed are floats, also
+        where the model is quantised. A call that is running goes on with the weights it began with.
+        """
+        self._held.merge_adapter(adapters)
+
+    def unmerge_adapter(self) -> None:
+        """Give back the weights from before `merge_adapter`, bit for bit; RequestError where there
+        are none."""
+        self._held.unmerge_adapter()
+
+    def save_adapter(self, folder: Folder, name: str = "default") -> None:
+        """Write an adapter as PEFT does, `adapter_config.json` and `adapter_model.safetensors`.
+
+        Files of an adapter that was there are replaced, others stay; where writing fails, the
+        folder is as it was.
+        """
+        self._held.save_adapter(folder, name)
 
     def delete_adapter(self, name: str) -> None:
         """Let no new call ask for the adapter."""
@@ -297,7 +382,7 @@ class LanguageModel(LoopMethods, Subject):
         """
         if self.module is not None:
             return self.module(*args, **kwargs)
-        return forward(self._held, *args, **kwargs)
+        return forward(cast(OwnSubject, self._held), *args, **kwargs)
 
     compute_transition_scores = staticmethod(compute_transition_scores)
 

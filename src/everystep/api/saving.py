@@ -76,9 +76,8 @@ def with_merged(core: Model, known: Adapters, asked: Merged | None) -> Model:
     if len(pairs) < len(each):
         wanted = "a list of names, or of pairs (name, weight)"
         raise RequestError("adapters are not named", wanted=wanted, got=shown(asked))
-    for name, _ in pairs:
-        require_adapter(known, name)
-    return merged(core, [(known[name], float(weight)) for name, weight in pairs])
+    mix = [(require_adapter(known, name).now(), float(weight)) for name, weight in pairs]
+    return merged(core, mix)
 
 
 def _type_of(core: Model, asked: torch.dtype | None) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -51,11 +51,18 @@ class _FirstToken(BaseStreamer):
 
 
 def measure_speed(
-    model: LanguageModel, *, rows: int = 1, positions: int = 512, tokens: int = 64, repeats: int = 5
+    model: LanguageModel,
+    *,
+    rows: int = 1,
+    positions: int = 512,
+    tokens: int = 64,
+    repeats: int = 5,
+    adapters: Mapping[str, float] | None = None,
 ) -> Speed:
     """Return the speed of greedy decoding after prompts of random ids, which no token ends early.
 
-    A call before the others is not counted. RequestError for counts below 1.
+    A call before the others is not counted. `adapters`: what each row runs with, as of `generate`.
+    RequestError for counts below 1.
     """
     counts = {"rows": rows, "positions": positions, "tokens": tokens, "repeats": repeats}
     for name, value in counts.items():
@@ -63,7 +70,7 @@ def measure_speed(
             raise RequestError(f"{name} is impossible", wanted="1 or more", got=shown(value))
     draws = torch.Generator().manual_seed(rows * 1000 + positions)
     ids = torch.randint(model.vocab_size, (rows, positions), generator=draws).to(model.device)
-    options = {**_greedy_without_end(model), "max_new_tokens": tokens + 1}
+    options = {**_greedy_without_end(model), "max_new_tokens": tokens + 1, "adapters": adapters}
     run = partial(model.generate, ids, attention_mask=torch.ones_like(ids), **options)
     taken = [_seconds(run) for _ in range(repeats + 1)][1:]
     first, rest = (statistics.median(column) for column in zip(*taken, strict=True))

@@ -9,7 +9,8 @@ import hashlib
 import json
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Protocol, final
 from weakref import WeakKeyDictionary
@@ -18,18 +19,35 @@ import torch
 from torch import Tensor, nn
 
 from everystep.adapters import (
+    AdapterConfig,
     Adapters,
-    moved_adapters,
+    Combination,
+    Mix,
+    PeftAdapter,
+    as_they_are,
+    learning,
+    let_follow,
+    new_adapter,
+    read_adapter,
     require_adapter,
+    require_free,
+    weighted_adapter,
     with_adapter,
     without_adapter,
+    write_adapter,
 )
-from everystep.api.saving import Folder, Saving, save_model, with_merged
+from everystep.api.saving import Folder, Merged, Saving, save_model, with_merged
 from everystep.bridge.core import ForeignModel
 from everystep.bridge.foreign import library
 from everystep.cache.formats import CacheDtype, KvFormat, Quantization
 from everystep.config import GenerationConfig
-from everystep.errors import ModelClassError, RequestError, UnknownArgumentError, UnsupportedError
+from everystep.errors import (
+    ModelClassError,
+    RequestError,
+    UnknownArgumentError,
+    UnsupportedError,
+    shown,
+)
 from everystep.executors.base import Executor
 from everystep.executors.choice import (
     ExecutorName,
@@ -48,6 +66,7 @@ from everystep.models import (
     weight_bytes,
     weight_digest,
 )
+from everystep.models.decoder import Decoder
 from everystep.models.load import usable_device
 from everystep.requests.features import PromptInput, own_inputs
 from everystep.requests.subject import Subject
@@ -102,8 +121,33 @@ class Holder(Subject, Protocol):
         """Move the weights to the device and convert them to the type; None: as they are."""
 
     @abstractmethod
-    def load_adapter(self, name: str, folder: Folder) -> None:
-        """Let requests ask for the adapter in a folder by this name."""
+    def load_adapter(self, folder: Folder, name: str, *, learns: bool) -> PeftAdapter | None:
+        """Let requests ask for the adapter in a folder by this name, and return it where it is
+        one of this library."""
+
+    @abstractmethod
+    def add_adapter(self, config: AdapterConfig, name: str) -> PeftAdapter:
+        """Let requests ask for a new adapter, which is to learn, by this name; return it."""
+
+    @abstractmethod
+    def add_weighted_adapter(
+        self, names: Sequence[str], weights: Sequence[float], name: str, how: Combination
+    ) -> PeftAdapter | None:
+        """Let requests ask for one adapter of several by this name, and return it where it is one
+        of this library."""
+
+    @abstractmethod
+    def merge_adapter(self, asked: Merged | None) -> None:
+        """Put a mix of adapters into the weights; None for the active ones, where there are
+        such."""
+
+    @abstractmethod
+    def unmerge_adapter(self) -> None:
+        """Give the weights back that were there before."""
+
+    @abstractmethod
+    def save_adapter(self, folder: Folder, name: str) -> None:
+        """Write the adapter of this name into a folder."""
 
     @abstractmethod
     def delete_adapter(self, name: str) -> None:
@@ -156,6 +200,7 @@ class OwnSubject(Holder):
         self._adapters: Adapters = {}
         self._training = False
         self._recomputes = False
+        self._unmerged: Model | None = None  # the weights without the adapters that are in them
         self.given_inputs = ()
 
     @property
@@ -176,7 +221,7 @@ class OwnSubject(Holder):
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        return tuple(self._adapters)
+        return () if self._unmerged is not None else tuple(self._adapters)
 
     @property
     def cache_dtype(self) -> str:
@@ -202,7 +247,12 @@ class OwnSubject(Holder):
     ) -> Executor:
         core = self._core if layers is None else first_layers(self._core, layers)
         return open_executor(
-            core, self._executor_name, needs, quantization, self._cache_dtype, self._adapters
+            core,
+            self._executor_name,
+            needs,
+            quantization,
+            self._cache_dtype,
+            as_they_are(self._adapters),
         )
 
     def digest(self, adapters: Iterable[str] = ()) -> str:
@@ -212,8 +262,7 @@ class OwnSubject(Holder):
             weights = _DIGESTS[core] = weight_digest(core)
         parts = [weights, str(core.dtype), self.cache_dtype]
         for name in adapters:
-            require_adapter(self._adapters, name)
-            parts += [name, self._adapters[name].digest()]
+            parts += [name, require_adapter(self._adapters, name).now().digest()]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @property
@@ -222,6 +271,8 @@ class OwnSubject(Holder):
 
     def train(self, mode: bool) -> None:
         self._training = mode
+        for adapter in self._adapters.values():
+            adapter.train(mode)
 
     def recompute(self, recomputes: bool) -> None:
         self._core = recomputing(self._core, recomputes)
@@ -232,19 +283,100 @@ class OwnSubject(Holder):
         self._core = recomputing(core, True) if self._recomputes else core
 
     def to(self, device: torch.device | str | int | None, dtype: torch.dtype | None) -> None:
+        self._require_unmerged()
         place = self.device if device is None else usable_device(device)
         if dtype is not None or place != self.device:
             in_panels = partial(holds_panels, self._executor_name)
             self._convert(device=place, dtype=dtype, in_panels=in_panels)
-            self._adapters = moved_adapters(self._adapters, self._core.device, self._core.dtype)
+            let_follow(self._adapters, self._core)
 
-    def load_adapter(self, name: str, folder: Folder) -> None:
-        self._adapters = with_adapter(self._adapters, name, folder, self._core)
+    def load_adapter(self, folder: Folder, name: str, *, learns: bool) -> PeftAdapter:
+        self._require_unmerged()
+        require_free(self._adapters, name)
+        found = read_adapter(folder, self._core)
+        self._adapters = with_adapter(self._adapters, name, found.requires_grad_(learns))
+        return found
+
+    def add_adapter(self, config: AdapterConfig, name: str) -> PeftAdapter:
+        self._require_unmerged()
+        require_free(self._adapters, name)
+        found = new_adapter(config, self._core, self.name_or_path)
+        self._adapters = with_adapter(self._adapters, name, found)
+        return found
+
+    def add_weighted_adapter(
+        self, names: Sequence[str], weights: Sequence[float], name: str, how: Combination
+    ) -> PeftAdapter:
+        self._require_unmerged()
+        require_free(self._adapters, name)
+        given = {one: require_adapter(self._adapters, one) for one in names}
+        found = weighted_adapter(given, weights, how, self._core)
+        self._adapters = with_adapter(self._adapters, name, found)
+        return found
+
+    def merge_adapter(self, asked: Merged | None) -> None:
+        self._require_unmerged()
+        if asked is None or not self._adapters:
+            raise RequestError(
+                "merge_adapter does not know which adapters to merge",
+                wanted=list(self._adapters),
+                got=shown(asked),
+                do='Name them: merge_adapter(["formal"]), or [("formal", 0.7)]',
+            )
+        if self._core.learns:
+            raise UnsupportedError(
+                "adapters are not merged into weights that learn",
+                do="Call requires_grad_(False) and save_pretrained(folder, adapters=[...])",
+            )
+        if not isinstance(self._core.network, Decoder):
+            raise UnsupportedError("only decoders take adapters")
+        made = with_merged(self._core, self._adapters, asked)
+        in_panels = partial(holds_panels, self._executor_name)
+        self._unmerged, self._core = self._core, convert_model(made, in_panels=in_panels)
+
+    def unmerge_adapter(self) -> None:
+        if self._unmerged is None:
+            raise RequestError("no adapter is merged", do="Call merge_adapter first")
+        self._core, self._unmerged = self._unmerged, None
+
+    def _require_unmerged(self) -> None:
+        if self._unmerged is not None:
+            raise RequestError(
+                "adapters are merged into the model's weights",
+                wanted="the weights as they were",
+                got="a merged model",
+                do="Call unmerge_adapter first",
+            )
+
+    def save_adapter(self, folder: Folder, name: str) -> None:
+        write_adapter(folder, require_adapter(self._adapters, name))
+
+    def adapted_core(self, mixes: Sequence[Mix], length: int) -> Model:
+        """Return the model for a forward over rows of `length` positions that ask for these mixes.
+
+        It is differentiable in the adapters that learn.
+        """
+        core, rows = self._core, torch.arange(len(mixes) * length).view(len(mixes), length)
+        if not isinstance(core.network, Decoder) or not any(mixes):
+            return core
+        one_mix = len({*mixes}) == 1
+        asked = [
+            (
+                mix,
+                None if one_mix else rows[[one == mix for one in mixes]].flatten().to(self.device),
+            )
+            for mix in dict.fromkeys(mixes)
+            if mix
+        ]
+        network = learning(core.network, self._adapters, asked, frozen=not core.learns)
+        return replace(core, network=network)
 
     def delete_adapter(self, name: str) -> None:
+        self._require_unmerged()
         self._adapters = without_adapter(self._adapters, name)
 
     def requires_grad_(self, requires_grad: bool) -> None:
+        self._require_unmerged()
         if requires_grad and not self._core.learns:
             self._convert(learns=True)
         if self._core.learns:
@@ -261,7 +393,8 @@ class OwnSubject(Holder):
         if passed:
             what = f"save_pretrained knows no {next(iter(passed))!r}"
             raise UnknownArgumentError(what, do=f"Arguments are {', '.join(Saving._fields)}")
-        core = with_merged(self._core, self._adapters, saving.adapters)
+        known = {} if self._unmerged is not None else self._adapters
+        core = with_merged(self._core, known, saving.adapters)
         save_model(core, self._config, folder, saving)
 
 
@@ -374,8 +507,31 @@ class WrappedSubject(Holder):
         wanted: dict[str, Any] = {"device": device, "dtype": dtype}
         self._module.to(**{name: one for name, one in wanted.items() if one is not None})
 
-    def load_adapter(self, name: str, folder: Folder) -> None:
-        self._of_peft().load_adapter(folder, adapter_name=name)
+    def load_adapter(self, folder: Folder, name: str, *, learns: bool) -> None:
+        self._of_peft().load_adapter(folder, adapter_name=name, is_trainable=learns)
+
+    def add_adapter(self, config: AdapterConfig, name: str) -> PeftAdapter:
+        raise UnsupportedError(
+            "a new adapter of a wrapped model is made by its own library",
+            wanted="a model of this library",
+            got=type(self._module).__name__,
+            do="Call model.module.add_adapter, or load the model with everystep.load_model",
+        )
+
+    def add_weighted_adapter(
+        self, names: Sequence[str], weights: Sequence[float], name: str, how: Combination
+    ) -> None:
+        self._of_peft().add_weighted_adapter([*names], [*weights], name, **asdict(how))
+
+    def merge_adapter(self, asked: Merged | None) -> None:
+        names = None if asked is None else [*asked]
+        self._of_peft().merge_adapter(adapter_names=names)
+
+    def unmerge_adapter(self) -> None:
+        self._of_peft().unmerge_adapter()
+
+    def save_adapter(self, folder: Folder, name: str) -> None:
+        self._of_peft().save_pretrained(folder, selected_adapters=[name])
 
     def delete_adapter(self, name: str) -> None:
         self._of_peft().delete_adapter(name)

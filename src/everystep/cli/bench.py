@@ -9,6 +9,7 @@ import typer
 
 from everystep._version import __version__
 from everystep.cli import command_options as o
+from everystep.cli.adapters import Adapter, asked_adapters, with_adapters
 from everystep.cli.loading import load, working
 from everystep.cli.machine import threads, version_of
 from everystep.cli.models import AsJson
@@ -48,25 +49,38 @@ def bench(
     cache_dtype: o.CacheDtypeOption = None,
     device: o.Device = "cpu",
     offline: o.Offline = False,
+    adapter: Adapter = None,
 ) -> None:
     """Measure how fast MODEL runs here: the first token of a prompt, and decoding in batches.
 
     Decoding is greedy, after prompts of random tokens; a run before the others is not counted.
     """
+    adapters = asked_adapters(adapter)
     loaded, _ = load(model, dtype, quantize, cache_dtype, device, offline or context.obj)
+    mix = with_adapters(loaded, adapters).get("adapters")
     from everystep.api.speed import measure_speed  # torch is a second of importing
 
     with working(f"a prompt of {prompt_tokens} tokens"):
-        prompt = measure_speed(loaded, positions=prompt_tokens, tokens=1, repeats=repeats)
+        prompt = measure_speed(
+            loaded, positions=prompt_tokens, tokens=1, repeats=repeats, adapters=mix
+        )
     measured = []
     for rows in batch or _USUAL:
         with working(f"decoding {rows} rows"):
             measured.append(
-                measure_speed(loaded, rows=rows, positions=after, tokens=tokens, repeats=repeats)
+                measure_speed(
+                    loaded,
+                    rows=rows,
+                    positions=after,
+                    tokens=tokens,
+                    repeats=repeats,
+                    adapters=mix,
+                )
             )
     found = {
         "model": model,
         "device": device,
+        "adapters": mix or {},
         **_surroundings(loaded),
         "repeats": repeats,
         **_figures(prompt, measured),

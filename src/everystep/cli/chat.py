@@ -13,6 +13,7 @@ import typer
 
 from everystep.cli import command_options as o
 from everystep.cli import lines
+from everystep.cli.adapters import Adapter, asked_adapters, with_adapters
 from everystep.cli.chat_settings import SETTINGS
 from everystep.cli.conversation import USUAL_LENGTH, Conversation
 from everystep.cli.loading import load
@@ -41,6 +42,7 @@ def chat(
     cache_dtype: o.CacheDtypeOption = None,
     device: o.Device = "cpu",
     offline: o.Offline = False,
+    adapter: Adapter = None,
     **said: Any,
 ) -> None:
     """Talk to a model; /help shows what can be said beside messages. With MESSAGE, answer it.
@@ -49,13 +51,15 @@ def chat(
     beside MESSAGE, text from a pipe or a file follows it after a blank line.
     """
     decoding, seed = o.decoding(said), said.pop("seed")
+    adapters = asked_adapters(adapter)
     text = None if message is None else read_prompt(message, None)
     offline = offline or context.obj
     loaded, tokenizer = load(model, dtype, quantize, cache_dtype, device, offline)
     require_template(tokenizer, "a chat")
     o.note_seed(loaded, decoding, seed, in_chat=True)
     system = loaded.chat_defaults.system if system is None else system
-    conversation = Conversation(loaded, tokenizer, o.keywords(said), seed, system)
+    mix, keywords = with_adapters(loaded, adapters), o.keywords(said)
+    conversation = Conversation(loaded, tokenizer, keywords, seed, system, adapters=mix)
     if text is not None:
         conversation.ask(text)
     elif is_terminal(sys.stdin) and is_terminal(sys.stdout):

@@ -20,7 +20,8 @@ USUAL_LENGTH = 1024
 
 @dataclass
 class Conversation:
-    """`said`: arguments of `generate()` that the user chose; `ended` once he wants to leave.
+    """`said`: arguments of `generate()` that the user chose; `ended` once he wants to leave;
+    `adapters`: the argument of `generate()` that names them, if there are any.
 
     The system message, if there is one, stands first and survives /clear.
     """
@@ -34,6 +35,7 @@ class Conversation:
     ended: bool = False
     saved: set[Path] = field(default_factory=set)
     asked: int = 0
+    adapters: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -106,7 +108,9 @@ class Conversation:
         seed = None if self.seed is None else self.seed + self.asked
         settings = self.settings
         settings["max_new_tokens"] = self._room(messages, settings["max_new_tokens"])
-        stream = es.stream(self.model, self.tokenizer, messages, seed=seed, **settings)
+        stream = es.stream(
+            self.model, self.tokenizer, messages, seed=seed, **settings, **self.adapters
+        )
         self.asked += 1
         return stream
 

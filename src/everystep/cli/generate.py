@@ -11,6 +11,7 @@ import typer
 
 import everystep as es
 from everystep.cli import command_options as o
+from everystep.cli.adapters import Adapter, asked_adapters, with_adapters
 from everystep.cli.loading import load
 from everystep.cli.page_questions import Lines, Page, Reasoning, asked_page
 from everystep.cli.questions import CommandPrompt
@@ -63,6 +64,7 @@ def generate(
     cache_dtype: o.CacheDtypeOption = None,
     device: o.Device = "cpu",
     offline: o.Offline = False,
+    adapter: Adapter = None,
     **said: Any,
 ) -> None:
     """Continue PROMPT, or with --chat or --image answer it.
@@ -87,25 +89,27 @@ def generate(
             require_writable(written)
     decoding, seed = o.decoding(said), said["seed"]
     decoding |= o.following(said)
+    adapters = asked_adapters(adapter)
     text = "" if resume is not None else read_prompt(prompt, file)
     asked = CommandPrompt(text, as_message, system, about_page, images)
     started = time.perf_counter()
     how = (dtype, quantize, cache_dtype, device, offline or context.obj)
     loaded, tokenizer = load(model, *how)
     decoding |= o.forced_words(said["force_words"], tokenizer)
+    mix = with_adapters(loaded, adapters)
     drafting = _drafting(decoding.pop("assistant_model", None), how)
     ready = time.perf_counter()
     in_hands = any(one is not None for one in (save, resume, trace))
     begin: Any = es.open if in_hands else es.stream
     with o.spelled_as_typed(o.typed_fields(context.params)):
-        if resume is not None:
+        if resume is not None:  # the run says which of the adapters it runs with
             changes = _said(context, decoding, seed)
             begun = resumed(resume, loaded, tokenizer, drafting, changes)
         else:
             messages = not asked.continues and not asked.page
             o.note_seed(loaded, decoding, seed, in_chat=messages)
             given = asked.for_model(loaded, tokenizer)
-            begun = begin(loaded, tokenizer, given, seed=seed, **decoding, **drafting)
+            begun = begin(loaded, tokenizer, given, seed=seed, **decoding, **drafting, **mix)
     watched = WatchedRun(begun, tokenizer, kept, trace) if in_hands else begun
     with watched as stream:
         arrivals = show_events(stream, form)

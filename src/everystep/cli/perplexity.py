@@ -11,6 +11,7 @@ import typer
 
 import everystep as es
 from everystep.cli import command_options as o
+from everystep.cli.adapters import Adapter, asked_adapters, with_adapters
 from everystep.cli.loading import load
 from everystep.cli.models import AsJson
 from everystep.cli.terminal import is_terminal, write_report, write_table
@@ -38,12 +39,14 @@ def perplexity(
     cache_dtype: o.CacheDtypeOption = None,
     device: o.Device = "cpu",
     offline: o.Offline = False,
+    adapter: Adapter = None,
 ) -> None:
     """Measure how well a model predicts the text in FILE.
 
     The text is read in windows; each scores the tokens that the one before it did not reach.
     Figures of one model with one window and stride can be compared, others cannot.
     """
+    adapters = asked_adapters(adapter)
     text = read_prompt("-", None) if file == "-" else read_text(Path(file))
     offline = offline or context.obj
     loaded, tokenizer = load(model, dtype, quantize, cache_dtype, device, offline)
@@ -51,7 +54,13 @@ def perplexity(
     stride = max(1, window * 3 // 4) if stride is None else stride
     began = time.monotonic()
     found = es.score(
-        loaded, tokenizer, text, window=window, stride=stride, progress=is_terminal(sys.stderr)
+        loaded,
+        tokenizer,
+        text,
+        window=window,
+        stride=stride,
+        progress=is_terminal(sys.stderr),
+        adapter_names=with_adapters(loaded, adapters).get("adapters"),
     )
     figures: dict[str, Any] = {
         "tokens": len(found.tokens),

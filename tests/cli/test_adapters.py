@@ -1,0 +1,98 @@
+"""`--adapter`: what a command runs with is what the library runs with, and wrong input is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import everystep as es
+from everystep.cli.adapters import AskedAdapter, asked_adapters
+from everystep.errors import RequestError
+from tests.cli.running import Caller
+from tests.cli.tiny_model import write_tiny_model
+
+TEXT = "the cat sat on the mat and looked at the dog " * 3
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A whole tiny model, two adapters of it, and a text."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    made = write_tiny_model(tmp_path / "tiny")
+    model = es.load_model(made)
+    for name in ("formal", "terse"):
+        config = es.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        torch.manual_seed(len(name))
+        adapter = model.add_adapter(name, config)
+        with torch.no_grad():
+            for one in adapter.parameters():
+                one.mul_(3)
+        model.save_adapter(tmp_path / name, name)
+    return made
+
+
+def test_commands_run_with_a_mix(folder: Path, call: Caller) -> None:
+    beside = folder.parent
+    asked = ("--adapter", str(beside / "formal"), "--adapter", f"b={beside / 'terse'}@0.5")
+    model, tokenizer = es.load(folder)
+    model.load_adapter(beside / "formal", "formal")
+    model.load_adapter(beside / "terse", "b")
+    mix = {"formal": 1.0, "b": 0.5}
+    prompt = ("the cat sat", "-m", str(folder), "-n", "8")
+    expected = es.generate(model, tokenizer, "the cat sat", adapters=mix, max_new_tokens=8)
+    assert call("generate", *prompt, *asked).out.rstrip("\n") == expected.rstrip("\n")
+    assert call("generate", *prompt).out.rstrip("\n") != expected.rstrip("\n")
+    line = ("perplexity", str(beside / "text.txt"), "-m", str(folder), "--json")
+    score = es.score(model, tokenizer, TEXT.removesuffix("\n"), adapter_names=mix)
+    found = json.loads(call(*line, *asked).out)
+    assert found["perplexity"] == pytest.approx(score.perplexity)
+    assert found["perplexity"] != pytest.approx(json.loads(call(*line).out)["perplexity"])
+    bench = ("bench", str(folder), "--prompt-tokens", "4", "--tokens", "2", "--batch", "1")
+    figures = json.loads(call(*bench, "--repeats", "1", "--json", *asked).out)
+    assert figures["adapters"] == mix
+
+
+def test_a_run_goes_on_with_its_adapter(folder: Path, call: Caller) -> None:
+    saved, adapter = str(folder.parent / "run"), ("--adapter", str(folder.parent / "formal"))
+    whole = call("generate", "the cat sat", "-m", str(folder), "-n", "8", *adapter)
+    call("generate", "the cat sat", "-m", str(folder), "-n", "4", "--save", saved, *adapter)
+    again = call("generate", "--resume", saved, "-n", "8", "-m", str(folder), *adapter)
+    assert (again.code, whole.code) == (0, 0)
+    assert whole.out.rstrip("\n").endswith(again.out.rstrip("\n"))
+    missing = call("generate", "--resume", saved, "-n", "8", "-m", str(folder))
+    assert missing.code != 0 and "there is no such adapter" in missing.err
+
+
+@pytest.mark.parametrize(
+    "texts, parts",
+    [
+        (["@0.5"], ["cannot be read", "DIR"]),
+        (["a=b@much"], ["cannot be read", "a=b@much"]),
+        (["a=b", "a=c"], ["two adapters one name", "'a'"]),
+        (["x/a", "y/a"], ["two adapters one name", "'a'"]),
+    ],
+)
+def test_what_cannot_be_read_is_named(texts: list[str], parts: list[str]) -> None:
+    with pytest.raises(RequestError) as caught:
+        asked_adapters(texts)
+    assert all(part in str(caught.value) for part in parts)
+
+
+def test_a_folder_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a=b", "c@2"):
+        (tmp_path / name).mkdir()
+    assert asked_adapters(["a=b", "x=c@2", "y=c@2@-0.5", "d"]) == (
+        AskedAdapter("a=b", Path("a=b"), 1.0),
+        AskedAdapter("x", Path("c@2"), 1.0),
+        AskedAdapter("y", Path("c@2"), -0.5),
+        AskedAdapter("d", Path("d"), 1.0),
+    )
+
+
+def test_a_folder_that_is_no_adapter_is_an_error(folder: Path, call: Caller) -> None:
+    outcome = call("generate", "a", "-m", str(folder), "--adapter", str(folder))
+    assert outcome.code == 1 and "adapter_config.json" in outcome.err

@@ -25,8 +25,8 @@ from tests.adapters.test_kinds import MADE, SOME, TARGETS, base, close, trained
 from tests.executors.models import narrow_model
 from tests.models.tiny import ours
 
-IDS = torch.tensor([[5, 9, 17, 40, 6, 9], [17, 3, 22, 8, 8, 11]])
-LABELS = torch.tensor([[-100, 9, 17, 40, 6, 9], [17, 3, 22, -100, 8, 11]])
+IDS = torch.tensor([[5, 9, 17, 40, 6, 9], [17, 4, 22, 8, 8, 11]])
+LABELS = torch.tensor([[-100, 9, 17, 40, 6, 9], [17, 4, 22, -100, 8, 11]])
 
 CONFIGS: Mapping[str, Any] = {
     "default modules": es.LoraConfig(),
@@ -199,7 +199,7 @@ def test_a_step_of_an_optimizer_changes_later_calls_and_no_digest_is_stale() -> 
         IDS, **options, output_logits=True, return_dict_in_generate=True
     ).logits[0]
     # Norms are rounded to float32, which strong adapters amplify.
-    assert close(scores, logits[:, -1].detach(), 1e-3)
+    assert close(scores, logits[:, -1].detach(), 1e-4)
     mixed = model(IDS, adapters=[None, {"default": 0.5}]).logits
     assert torch.equal(mixed[:1], model(IDS[:1]).logits)
     half = model(IDS[1:], adapters={"default": 0.5}).logits

@@ -187,6 +187,15 @@ if TYPE_CHECKING:
     from everystep.streamers import TextStreamer as TextStreamer
     from everystep.text import BatchEncoding as BatchEncoding
     from everystep.text import Tokenizer as Tokenizer
+    from everystep.train.arguments import TrainingArguments as TrainingArguments
+    from everystep.train.callbacks import EarlyStoppingCallback as EarlyStoppingCallback
+    from everystep.train.callbacks import TrainerCallback as TrainerCallback
+    from everystep.train.evaluation import EvalPrediction as EvalPrediction
+    from everystep.train.evaluation import PredictionOutput as PredictionOutput
+    from everystep.train.state import TrainerControl as TrainerControl
+    from everystep.train.state import TrainerState as TrainerState
+    from everystep.train.state import TrainOutput as TrainOutput
+    from everystep.train.trainer import Trainer as Trainer
     from everystep.types import AfterStep as AfterStep
     from everystep.types import BeforeStep as BeforeStep
     from everystep.types import Event as Event
@@ -282,6 +291,11 @@ _NAMES = {
         TextStreamer
     """,
     "text": "BatchEncoding Tokenizer",
+    "train.arguments": "TrainingArguments",
+    "train.callbacks": "EarlyStoppingCallback TrainerCallback",
+    "train.evaluation": "EvalPrediction PredictionOutput",
+    "train.state": "TrainerControl TrainerState TrainOutput",
+    "train.trainer": "Trainer",
     "types": "AfterStep BeforeStep Event FinishReason Next PromptMoment",
     "types.hooks": "Hook",
 }

@@ -94,6 +94,10 @@ class ForeignModelError(EverystepError, RuntimeError):
     """A wrapped model raised an error of its own, or returned what no step can read."""
 
 
+class TrainingError(EverystepError, RuntimeError):
+    """A run of training that cannot go on; its last checkpoint is whole."""
+
+
 class CapacityError(EverystepError, RuntimeError):
     """There are not enough rows, positions or memory at the moment."""
 

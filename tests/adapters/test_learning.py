@@ -121,7 +121,8 @@ def test_its_gradients_are_pefts(name: str) -> None:
     wanted = {key: one.grad for key, one in named(made).items()}
     for key, one in adapter.named_parameters():
         assert one.grad is not None and wanted[key] is not None
-        assert close(one.grad, wanted[key]), key
+        # transformers takes root mean squares in float32, gradients included.
+        assert close(one.grad, wanted[key], 1e-5), key
     with pytest.raises(UnsupportedError, match="requires_grad_"):
         list(model.parameters())
 
@@ -201,7 +202,7 @@ def test_a_step_of_an_optimizer_changes_later_calls_and_no_digest_is_stale() -> 
     # Norms are rounded to float32, which strong adapters amplify.
     assert close(scores, logits[:, -1].detach(), 1e-4)
     mixed = model(IDS, adapters=[None, {"default": 0.5}]).logits
-    assert torch.equal(mixed[:1], model(IDS[:1]).logits)
+    assert torch.equal(mixed[:1], model(IDS).logits[:1])
     half = model(IDS[1:], adapters={"default": 0.5}).logits
     assert close(mixed[1:].detach(), half.detach(), 1e-12)
     model.to(torch.float32)

@@ -321,6 +321,17 @@ class LanguageModel(LoopMethods, Subject):
         self._held.requires_grad_(requires_grad)
         return self
 
+    def frozen(self) -> LanguageModel:
+        """Return a model with a copy of the weights as they are now, which does not learn.
+
+        It runs on the executor that this one was loaded with, natively where that can be. Further
+        changes of this model's weights do not reach it. UnsupportedError for a wrapped model.
+        """
+        made = LanguageModel.__new__(LanguageModel)
+        made._held = self._held.frozen()
+        made.chat_defaults = self.chat_defaults
+        return made
+
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Return the weights of a model that can learn, by the names that checkpoints give them.
 

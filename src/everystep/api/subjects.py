@@ -158,6 +158,10 @@ class Holder(Subject, Protocol):
         """Let the weights require gradients, or no longer."""
 
     @abstractmethod
+    def frozen(self) -> Holder:
+        """Return one with a copy of the weights of now, as they are read fastest."""
+
+    @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that can learn, with their names."""
 
@@ -383,6 +387,18 @@ class OwnSubject(Holder):
             for _, weight in self.named_parameters():
                 weight.requires_grad_(requires_grad)
 
+    def frozen(self) -> OwnSubject:
+        in_panels = partial(holds_panels, self._executor_name)
+        made = OwnSubject(
+            convert_model(self._core, in_panels=in_panels, learns=False),
+            self._config,
+            self.name_or_path,
+            self._executor_name,
+            self._cache_dtype,
+        )
+        made.given_inputs, made._adapters = self.given_inputs, self._adapters
+        return made
+
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         return iter(learning_weights(self._core))
 
@@ -548,6 +564,12 @@ class WrappedSubject(Holder):
 
     def requires_grad_(self, requires_grad: bool) -> None:
         self._module.requires_grad_(requires_grad)
+
+    def frozen(self) -> Holder:
+        raise UnsupportedError(
+            "the weights of a wrapped model are its own library's",
+            do="Save it with save_pretrained, and load the folder",
+        )
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         return self._module.named_parameters()

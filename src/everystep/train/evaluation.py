@@ -1,0 +1,169 @@
+"""Evaluation: the loss of labels, and what the model writes where their text should stand.
+
+Generation runs on the engine, with any strategy, many prompts at a time. Of each example the prompt
+is what stands before the first label, and the target is what is labelled from there on. Nothing of
+a run changes by it: modes and global generators are as before.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.api.many import generate
+from everystep.api.model import LanguageModel
+from everystep.drivers.generated import Generated
+from everystep.errors import RequestError
+from everystep.requests.prompts import TokenizerLike
+
+NO_LABEL = -100
+_CUT_SHARE = 0.5
+"""Above this share of answers that ended by their length there is a warning."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class EvalPrediction:
+    """What a `compute_metrics` is given.
+
+    `predictions`: (N, T) generated ids, or the logits (N, T, V) where nothing is generated, filled
+    up with -100. `label_ids`: (N, T), likewise. Of generation also, per example: `texts`, the
+    `target_texts` that should have come, `prompts` as ids, and `generated`, with log-probabilities
+    and the reasons why each ended.
+    """
+
+    predictions: np.ndarray
+    label_ids: np.ndarray
+    texts: list[str] | None = None
+    target_texts: list[str] | None = None
+    prompts: list[list[int]] | None = None
+    generated: list[Generated] | None = None
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        """Yield predictions and labels, as those who unpack it expect."""
+        return iter((self.predictions, self.label_ids))
+
+
+@final
+@dataclass(frozen=True)
+class PredictionOutput:
+    """What `Trainer.predict` returns; `predictions` and `label_ids` as of `EvalPrediction`."""
+
+    predictions: np.ndarray | None
+    label_ids: np.ndarray | None
+    metrics: dict[str, float]
+    texts: list[str] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AskedRow:
+    """A prompt to be continued, and the ids that should come."""
+
+    prompt: Any
+    ids: list[int]
+    target: list[int]
+
+
+def asked_of(row: Mapping[str, Tensor], index: int, source: bool) -> AskedRow:
+    """Return what a row asks and what should come; `source`: an encoder reads its ids.
+
+    RequestError where nothing stands before the first label, or there is none.
+    """
+    ids, labels = row["input_ids"].tolist(), row["labels"]
+    wanted = (labels != NO_LABEL).nonzero().flatten().tolist()
+    if not wanted:
+        raise RequestError(f"evaluation example {index} has no label to compare with")
+    if source:
+        return AskedRow({**_beside(row, None), "input_ids": ids}, ids, labels[wanted].tolist())
+    first, last = wanted[0], wanted[-1] + 1
+    if not first:
+        raise RequestError(
+            f"evaluation example {index} has no prompt: its labels begin with its first id",
+            wanted="-100 for what the model is asked",
+            do="Leave predict_with_generate out for plain texts",
+        )
+    beside = _beside(row, first)
+    prompt = {**beside, "input_ids": ids[:first]} if beside else ids[:first]
+    return AskedRow(prompt, ids[:first], ids[first:last])
+
+
+def _beside(row: Mapping[str, Tensor], length: int | None) -> dict[str, Any]:
+    """Return what a row brings beside ids, of the first positions where it has some for each."""
+    whole = len(row["input_ids"])
+    found = {}
+    for key, value in row.items():
+        if key in ("input_ids", "labels", "attention_mask", "position_ids"):
+            continue
+        positions = length is not None and value.dim() and len(value) == whole
+        found[key] = value[:length] if positions else value
+    return found
+
+
+def answers_of(
+    model: LanguageModel,
+    tokenizer: TokenizerLike | None,
+    asked: Sequence[AskedRow],
+    options: Mapping[str, Any],
+) -> list[Generated]:
+    """Return the continuation of each prompt; warn where most of them ended by their length."""
+    given: dict[str, Any] = {"return_dict_in_generate": True, "logprobs": 0, **options}
+    found = generate(model, tokenizer, [one.prompt for one in asked], **given)
+    answers = [one[0] if isinstance(one, list) else one for one in found]
+    cut = sum(one.finish_reason.kind == "length" for one in answers)
+    if cut > _CUT_SHARE * len(answers):
+        warnings.warn(
+            f"{cut} of {len(answers)} answers ended by their length; where the model never learns "
+            "an end, look at trainer.check(), else allow more with generation_max_length",
+            stacklevel=3,
+        )
+    return answers
+
+
+def predicted(
+    asked: Sequence[AskedRow], answers: Sequence[Generated], tokenizer: TokenizerLike | None
+) -> EvalPrediction:
+    """Return what a metric is given of generated answers."""
+    targets = [one.target for one in asked]
+    texts = None if tokenizer is None else [one.text for one in answers]
+    told = None
+    if tokenizer is not None:
+        told = [tokenizer.decode(one, skip_special_tokens=True) for one in targets]
+    return EvalPrediction(
+        filled([list(one.tokens) for one in answers]),
+        filled(targets),
+        texts,
+        told,
+        [one.ids for one in asked],
+        list(answers),
+    )
+
+
+def filled(rows: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return rows of ids (N, T), filled up with -100."""
+    length = max((len(row) for row in rows), default=0)
+    found = np.full((len(rows), length), NO_LABEL, dtype=np.int64)
+    for number, row in enumerate(rows):
+        found[number, : len(row)] = row
+    return found
+
+
+def stacked(parts: Sequence[Tensor]) -> np.ndarray:
+    """Return batches (B, T, ...) below each other, filled up with -100 along T."""
+    length = max(one.shape[1] for one in parts)
+    whole = []
+    for one in parts:
+        values = one.detach().cpu()
+        if values.is_floating_point():
+            values = values.to(torch.promote_types(values.dtype, torch.float32))
+        missing = length - one.shape[1]
+        if missing:
+            shape = (one.shape[0], missing, *one.shape[2:])
+            values = torch.cat([values, values.new_full(shape, NO_LABEL)], dim=1)
+        whole.append(values.numpy())
+    return np.concatenate(whole)

@@ -1,0 +1,741 @@
+"""The Trainer: one loop over windows of batches, each of which is one step of an optimizer.
+
+A step adds up the losses of all its labels and divides by their number, so that it is the gradient
+of one large batch, however it is cut. What is random depends on the seed and on where it stands
+alone (`order.py`); so a run that a checkpoint resumes goes on to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from everystep.adapters import AdapterConfig
+from everystep.api.many import generate
+from everystep.api.model import LanguageModel, wrap
+from everystep.config.kinds import is_number
+from everystep.errors import RequestError, TrainingError, shown
+from everystep.requests.arrays import require
+from everystep.requests.prompts import TokenizerLike
+from everystep.train.arguments import TrainingArguments
+from everystep.train.callbacks import (
+    Callbacks,
+    DefaultFlow,
+    LogFile,
+    ProgressCallback,
+    TensorBoardCallback,
+    TrainerCallback,
+)
+from everystep.train.checkpoints import (
+    Progress,
+    checkpoints_in,
+    keep_newest,
+    newest_whole,
+    read_progress,
+    require_whole,
+    write_checkpoint,
+)
+from everystep.train.collators import DataCollatorForSeq2Seq, default_data_collator
+from everystep.train.data_files import DataLike
+from everystep.train.evaluation import (
+    NO_LABEL,
+    EvalPrediction,
+    PredictionOutput,
+    answers_of,
+    asked_of,
+    predicted,
+    stacked,
+)
+from everystep.train.forms import DEFAULT_FORM, DataForm, TrainingRows, read_rows
+from everystep.train.inspection import Collator, Inspection, inspect_rows
+from everystep.train.optimisers import optimiser_of
+from everystep.train.order import batches_of, epoch_order, keyed_randomness
+from everystep.train.rows import read_row
+from everystep.train.schedules import factor_of
+from everystep.train.state import TrainerControl, TrainerState, TrainOutput
+from everystep.train.weights import TrainedWeights, finite, trained_weights
+
+Batch = dict[str, Tensor]
+ComputeLoss = Callable[[LanguageModel, Batch, int], Tensor]
+"""The model, a batch, and how many labels the whole step has -> the () loss of the batch, a sum
+divided by that number."""
+ComputeMetrics = Callable[[EvalPrediction], Mapping[str, float]]
+
+_OF_STEP, _OF_ROW, _OF_BATCH, _OF_CHECK = 1, 2, 3, 4
+
+
+@dataclass
+class _Sums:
+    """What was added up since the last log, and since the run began."""
+
+    loss: float = 0.0
+    logged_step: int = 0
+    whole: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How long a run is: batches and steps of an epoch, epochs, and steps of all of them."""
+
+    batches: int
+    steps: int
+    epochs: int
+    all_steps: int
+
+
+@final
+class Trainer:
+    """Trains a model, evaluates it by its loss and by what it generates, and keeps checkpoints.
+
+    Names and meanings are those of transformers' `Trainer`. `model`: one of this library, or a
+    module of transformers or PEFT. `train_dataset`, `eval_dataset`: examples as `read_rows` takes
+    them, or a mapping of names to such for several evaluations; `form` says how they become rows.
+    `peft_config`: a `LoraConfig` or `LoHaConfig`; a new adapter is trained then, and the weights
+    stay as they are stored. `compute_loss`, `compute_loss_func`: losses of your own, of a batch or
+    of outputs and labels. `compute_metrics`: from an `EvalPrediction` to numbers by name.
+    `optimizers`: an optimizer and a schedule of your own, or None for those of the arguments.
+
+    The first thing that `train` does is to look at the data; see `check`.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel | nn.Module,
+        args: TrainingArguments | None = None,
+        data_collator: Collator | None = None,
+        train_dataset: DataLike | TrainingRows | None = None,
+        eval_dataset: DataLike | TrainingRows | Mapping[str, DataLike | TrainingRows] | None = None,
+        processing_class: TokenizerLike | None = None,
+        *,
+        peft_config: AdapterConfig | None = None,
+        form: DataForm = DEFAULT_FORM,
+        compute_loss: ComputeLoss | None = None,
+        compute_loss_func: Callable[..., Tensor] | None = None,
+        compute_metrics: ComputeMetrics | None = None,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+    ) -> None:
+        self.args = args or TrainingArguments()
+        if not isinstance(self.args, TrainingArguments):
+            wanted, got = "everystep.TrainingArguments", type(self.args).__name__
+            raise RequestError("args are of another kind", wanted=wanted, got=got)
+        self.model = wrap(model)
+        self.processing_class = processing_class
+        self._form = form
+        for name, one in (
+            ("compute_loss", compute_loss),
+            ("compute_loss_func", compute_loss_func),
+            ("compute_metrics", compute_metrics),
+            ("data_collator", data_collator),
+        ):
+            require(name, one, "__call__")
+        if compute_loss is not None and compute_loss_func is not None:
+            do = "Pass one of them"
+            raise RequestError("compute_loss and compute_loss_func are two losses", do=do)
+        own_loss = compute_loss or compute_loss_func
+        if self.args.label_smoothing_factor and (own_loss or self.model.module is not None):
+            raise RequestError(
+                "label_smoothing_factor belongs to the loss of a model of this library",
+                do="Smooth labels in the loss of your own, with compute_loss_func",
+            )
+        self._compute_loss, self._loss_func = compute_loss, compute_loss_func
+        self._compute_metrics = compute_metrics
+        self._collator: Collator = data_collator or default_data_collator
+        if data_collator is None and processing_class is not None:
+            self._collator = DataCollatorForSeq2Seq(processing_class, self.model)
+        self._train_rows = self._rows(train_dataset)
+        self._eval_rows = self._eval_sets(eval_dataset)
+        if self.args.eval_strategy != "no" and not self._eval_rows:
+            do = "Pass eval_dataset, or eval_strategy='no'"
+            raise RequestError("there is nothing to evaluate", wanted="eval_dataset", do=do)
+        self.weights: TrainedWeights = trained_weights(self.model, peft_config, self.args.trainable)
+        if self.args.recomputes:
+            self.model.gradient_checkpointing_enable()
+        self.state, self.control = TrainerState(), TrainerControl()
+        self.optimizer, self.lr_scheduler = optimizers
+        shows = [] if self.args.disable_tqdm else [ProgressCallback]
+        boards = [TensorBoardCallback] if "tensorboard" in self.args.reports else []
+        self._callbacks = Callbacks([DefaultFlow, *callbacks, LogFile, *boards, *shows])
+        self._sums, self._norm, self._rate = _Sums(), 0.0, 0.0
+        self._tell("on_init_end")
+
+    def __init_subclass__(cls) -> NoReturn:
+        raise RequestError(
+            "Trainer has no subclasses: what they override would be half of a loop",
+            do="Pass compute_loss, compute_loss_func, compute_metrics or callbacks",
+        )
+
+    # --- data -------------------------------------------------------------------------------------
+
+    def _rows(self, data: DataLike | TrainingRows | None) -> TrainingRows | None:
+        if data is None:
+            return None
+        return read_rows(data, self.model, self.processing_class, self._form)
+
+    def _eval_sets(self, data: Any) -> dict[str, TrainingRows]:
+        """Return the rows of each evaluation by the prefix of its metrics."""
+        if data is None:
+            return {}
+        if isinstance(data, Mapping):
+            return {f"eval_{name}": rows for name, one in data.items() if (rows := self._rows(one))}
+        rows = self._rows(data)
+        return {} if rows is None else {"eval": rows}
+
+    def check(self) -> Inspection:
+        """Return what is trained on, of the first batch decoded, with trained tokens marked.
+
+        An error says, before the first step, what cannot be meant: see `inspect_rows`.
+        """
+        with keyed_randomness(self._data_seed, _OF_CHECK):
+            return inspect_rows(
+                self._required_rows(),
+                self.model,
+                self.processing_class,
+                eval_rows=next(iter(self._eval_rows.values()), None),
+                collator=self._collator,
+                batch_size=self.args.per_device_train_batch_size,
+            )
+
+    def _required_rows(self) -> TrainingRows:
+        if self._train_rows is None or not len(self._train_rows):
+            do = "Pass train_dataset with at least one example"
+            raise RequestError("there is nothing to train on", do=do)
+        return self._train_rows
+
+    def _fetched(self, rows: TrainingRows, places: Sequence[int], epoch: int, batch: int) -> Batch:
+        """Return a batch on the model's device; what its examples draw depends on the seed, the
+        epoch and the example alone."""
+        seed = self._data_seed
+        read = []
+        for place in places:
+            with keyed_randomness(seed, _OF_ROW, epoch, place):
+                read.append(rows[place])
+        with keyed_randomness(seed, _OF_BATCH, epoch, batch):
+            made = self._collator(read)
+        if not isinstance(made, Mapping) or not all(isinstance(x, Tensor) for x in made.values()):
+            wanted, got = "a mapping of names to tensors", type(made).__name__
+            raise RequestError("data_collator gave no batch", wanted=wanted, got=got)
+        return {name: one.to(self.model.device) for name, one in made.items()}
+
+    @property
+    def _data_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+    def _order(self, rows: TrainingRows, epoch: int) -> list[list[int]]:
+        args = self.args
+        lengths = None
+        if args.train_sampling_strategy == "group_by_length":
+            lengths = [len(row["input_ids"]) for row in rows]
+        order = epoch_order(
+            len(rows),
+            self._data_seed,
+            epoch,
+            args.train_sampling_strategy,
+            lengths,
+            args.per_device_train_batch_size,
+        )
+        size, drops = args.per_device_train_batch_size, args.dataloader_drop_last
+        return batches_of(order, size, drop_last=drops)
+
+    def _plan(self, rows: TrainingRows) -> _Plan:
+        args = self.args
+        batches = len(rows) // args.per_device_train_batch_size
+        if not args.dataloader_drop_last:
+            batches = math.ceil(len(rows) / args.per_device_train_batch_size)
+        if not batches:
+            what = "no batch is full, and dataloader_drop_last drops the others"
+            raise RequestError(what, got=f"{len(rows)} rows", do="Take a smaller batch")
+        steps = math.ceil(batches / args.gradient_accumulation_steps)
+        if args.max_steps >= 0:
+            return _Plan(batches, steps, math.ceil(args.max_steps / steps), args.max_steps)
+        all_steps = math.ceil(args.num_train_epochs * steps)
+        return _Plan(batches, steps, math.ceil(args.num_train_epochs), all_steps)
+
+    # --- training ---------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> TrainOutput:
+        """Train, and return how it went.
+
+        `resume_from_checkpoint`: True goes on from the newest checkpoint in `output_dir` that is
+        whole, a path from that one, to the bit of a run that was never stopped. TrainingError where
+        a loss or a gradient is no number: weights and checkpoints are then as before that step.
+        """
+        rows = self._required_rows()
+        asked = resume_from_checkpoint
+        if asked is None:
+            asked = self.args.resume_from_checkpoint
+        start = self._checkpoint_of(asked)
+        self.check()
+        plan = self._plan(rows)
+        self._prepare(plan)
+        if start is not None:
+            self._go_on_from(start, plan)
+        began, first = time.monotonic(), self.state.global_step
+        self._tell("on_train_begin")
+        self.control.should_training_stop = False
+        if self.args.eval_on_start and start is None:
+            self.evaluate()
+        try:
+            for epoch in range(self.state.global_step // plan.steps, plan.epochs):
+                if self.state.global_step >= plan.all_steps:
+                    break
+                self._run_epoch(rows, epoch, plan)
+                if self.control.should_training_stop:
+                    break
+        finally:
+            self.weights.train(False)
+        metrics = self._last_metrics(time.monotonic() - began, self.state.global_step - first)
+        self._load_best()
+        self._tell("on_train_end")
+        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+
+    def _checkpoint_of(self, asked: str | Path | bool | None) -> Path | None:
+        """Return the checkpoint to go on from; an error where others would be mixed with it."""
+        if asked is None or asked is False:
+            held = checkpoints_in(self.args.folder)
+            if held and self.args.save_strategy != "no" and not self.state.global_step:
+                raise RequestError(
+                    f"{self.args.folder} has checkpoints of another run",
+                    wanted="a folder without any, or a run that goes on",
+                    got=held[-1].name,
+                    do="Pass resume_from_checkpoint=True, or another output_dir",
+                )
+            return None
+        if asked is True:
+            return newest_whole(self.args.folder)
+        return require_whole(Path(asked))
+
+    def _prepare(self, plan: _Plan) -> None:
+        args = self.args
+        self.state = TrainerState(
+            max_steps=plan.all_steps,
+            num_train_epochs=plan.epochs,
+            logging_steps=args.steps_of("logging", plan.all_steps),
+            eval_steps=args.steps_of("eval", plan.all_steps),
+            save_steps=args.steps_of("save", plan.all_steps),
+            train_batch_size=args.per_device_train_batch_size,
+        )
+        self._sums = _Sums()
+        if self.optimizer is None:
+            self.optimizer = optimiser_of(self.weights.named(), args)
+        if self.lr_scheduler is None:
+            factor = factor_of(
+                args.lr_scheduler_type,
+                args.warmup_of(plan.all_steps),
+                plan.all_steps,
+                args.learning_rate,
+                args.lr_scheduler_kwargs,
+            )
+            self.lr_scheduler = LambdaLR(self.optimizer, factor)
+
+    def _run_epoch(self, rows: TrainingRows, epoch: int, plan: _Plan) -> None:
+        self.control.should_epoch_stop = False
+        self._tell("on_epoch_begin")
+        batches, size = self._order(rows, epoch), self.args.gradient_accumulation_steps
+        done = self.state.global_step - epoch * plan.steps
+        if self.args.ignore_data_skip:
+            done = 0
+        for step in range(done, plan.steps):
+            numbers = range(step * size, min((step + 1) * size, len(batches)))
+            window = [self._fetched(rows, batches[one], epoch, one) for one in numbers]
+            self._step(window, [batches[one] for one in numbers])
+            self.state.epoch = epoch + (numbers.stop / len(batches))
+            self._tell("on_step_end")
+            self._follow()
+            if self.control.should_epoch_stop or self.control.should_training_stop:
+                break
+        self._tell("on_epoch_end")
+        self._follow()
+
+    def _step(self, window: Sequence[Batch], places: Sequence[Sequence[int]]) -> None:
+        """Let the optimizer take one step down the mean loss of all labels of the batches."""
+        self.control.begin_step()
+        self._tell("on_step_begin")
+        named, parameters = self.weights.named(), list(self.weights.named().values())
+        items = sum(self._labels_of(batch) for batch in window)
+        if not items:
+            raise RequestError(
+                f"step {self.state.global_step + 1} has no label to learn from",
+                got=f"examples {list(places)}",
+                do="Look at the data with trainer.check(), or take larger steps",
+            )
+        self.weights.train(True)
+        total = 0.0
+        for number, batch in enumerate(window):
+            key = self.args.seed, _OF_STEP, self.state.global_step, number
+            with keyed_randomness(*key, device=self.model.device):
+                loss = self._loss(batch, items)
+                self._require_finite(loss, places[number])
+                if loss.requires_grad:
+                    loss.backward()
+            total += float(loss.detach())
+            seen = batch.get("attention_mask", batch.get("input_ids"))
+            mask = "attention_mask" in batch
+            if seen is not None:
+                self.state.num_input_tokens_seen += int(seen.sum()) if mask else seen.numel()
+            if number < len(window) - 1:
+                self._tell("on_substep_end")
+        norm = self._clipped(parameters)
+        if not math.isfinite(norm):
+            self._stop("gradient", finite(named), places)
+        self._tell("on_pre_optimizer_step")
+        self.optimizer.step()
+        self._tell("on_optimizer_step")
+        self._norm, self._rate = norm, float(self.optimizer.param_groups[0]["lr"])
+        self.lr_scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.state.global_step += 1
+        self._sums.loss += total
+
+    def _labels_of(self, batch: Batch) -> int:
+        """Return how many labels of a batch are learned: the first of a row has nothing before it,
+        unless an encoder stands there."""
+        labels = batch.get("labels")
+        if labels is None:
+            if self._compute_loss is None:
+                raise RequestError("a batch has no labels", wanted="labels", got=", ".join(batch))
+            return 1
+        own = labels if self.model.is_encoder_decoder else labels[:, 1:]
+        return int((own != NO_LABEL).sum())
+
+    def _loss(self, batch: Batch, items: int) -> Tensor:
+        """Return the () loss of a batch: the sum over its labels, divided by `items`."""
+        with self._autocast():
+            if self._compute_loss is not None:
+                return self._required_loss(self._compute_loss(self.model, dict(batch), items))
+            if self._loss_func is not None:
+                inputs = {name: one for name, one in batch.items() if name != "labels"}
+                outputs = self.model(**inputs, **self.weights.arguments(wants_logits=True))
+                labels = batch.get("labels")
+                found = self._loss_func(outputs, labels, num_items_in_batch=items)
+                return self._required_loss(found)
+            told = self.weights.arguments(wants_logits=False)
+            if self.model.module is not None:
+                own = self._labels_of(batch)
+                outputs = self.model(**batch, **told)
+                # A module gives the mean of the batch, whose share of the step this is.
+                return outputs.loss * (own / items) if own else outputs.logits.sum() * 0
+            told["label_smoothing"] = self.args.label_smoothing_factor
+            outputs = self.model(**batch, **told, num_items_in_batch=items)
+            found_loss: Tensor = outputs.loss
+            return found_loss
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if not self.args.bf16:
+            return nullcontext()
+        return torch.autocast(self.model.device.type, dtype=torch.bfloat16)
+
+    def _required_loss(self, loss: object) -> Tensor:
+        """Return a loss that a caller's code gave; RequestError where it is none."""
+        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+            return loss.reshape(())
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else shown(loss)
+        wanted = "a tensor of one float, the sum over labels divided by num_items_in_batch"
+        raise RequestError("the loss of your own is none", wanted=wanted, got=got)
+
+    def _require_finite(self, loss: Tensor, places: Sequence[int]) -> None:
+        if not bool(torch.isfinite(loss.detach())):
+            self._stop("loss", None, [places])
+
+    def _stop(self, what: str, name: str | None, places: Sequence[Sequence[int]]) -> NoReturn:
+        assert self.optimizer is not None
+        self.optimizer.zero_grad(set_to_none=True)
+        numbers = [one for batch in places for one in batch]
+        held = checkpoints_in(self.args.folder)
+        raise TrainingError(
+            f"the {what} of step {self.state.global_step + 1} is no number",
+            wanted="finite numbers",
+            got=f"examples {numbers[:16]}" + ("" if name is None else f", in {name}"),
+            do="Weights are as before this step"
+            + (f", and {held[-1]} is whole" if held else "")
+            + ": look at these examples, or lower learning_rate",
+        )
+
+    def _clipped(self, parameters: Sequence[Tensor]) -> float:
+        """Return the norm of all gradients, which are shorter than `max_grad_norm` afterwards."""
+        most = self.args.max_grad_norm or math.inf
+        return float(torch.nn.utils.clip_grad_norm_(parameters, most))
+
+    # --- what happens between steps ---------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Log, evaluate and save, where callbacks asked for it."""
+        control, state, sums = self.control, self.state, self._sums
+        if control.should_log and state.global_step > sums.logged_step:
+            steps = state.global_step - sums.logged_step
+            logs = {"loss": sums.loss / steps, "grad_norm": self._norm}
+            sums.whole += sums.loss
+            sums.loss, sums.logged_step = 0.0, state.global_step
+            self._log({**logs, "learning_rate": self._rate})
+            control.should_log = False
+        if control.should_evaluate:
+            metrics = self.evaluate()
+            better = self._judge(metrics)
+            control.should_evaluate = False
+            if self.args.save_strategy == "best":
+                control.should_save = better
+        if control.should_save:
+            self._save_checkpoint()
+            control.should_save = False
+
+    def _log(self, logs: Mapping[str, Any]) -> None:
+        found = {**logs, "epoch": self.state.epoch}
+        if self.args.include_num_input_tokens_seen:
+            found["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+        self.state.log_history.append({**found, "step": self.state.global_step})
+        self._tell("on_log", logs=found)
+
+    def _judge(self, metrics: Mapping[str, float]) -> bool:
+        """Return whether an evaluation is the best so far, and note that."""
+        name = self.args.best_metric
+        if name is None:
+            return False
+        if name not in metrics:
+            raise RequestError(
+                f"evaluation gave no {name!r}, which metric_for_best_model names",
+                wanted=f"one of {', '.join(metrics)}",
+                do="Let compute_metrics return it",
+            )
+        found, best = metrics[name], self.state.best_metric
+        better = best is None or (found > best if self.args.greater_is_better else found < best)
+        if better:
+            self.state.best_metric, self.state.best_global_step = found, self.state.global_step
+        return better
+
+    def _tell(self, event: str, **given: Any) -> None:
+        self._callbacks.call(
+            event,
+            self.args,
+            self.state,
+            self.control,
+            model=self.model,
+            processing_class=self.processing_class,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            **given,
+        )
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Tell this one of events too, after the others."""
+        self._callbacks.add(callback)
+
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback:
+        """Tell the first that is this one, or of this class, of no more events; return it."""
+        return self._callbacks.remove(callback)
+
+    def _last_metrics(self, seconds: float, steps: int) -> dict[str, float]:
+        whole = self._sums.whole + self._sums.loss
+        samples = steps * self.args.per_device_train_batch_size
+        samples *= self.args.gradient_accumulation_steps
+        metrics = {
+            "train_runtime": seconds,
+            "train_samples_per_second": samples / max(seconds, 1e-9),
+            "train_steps_per_second": steps / max(seconds, 1e-9),
+            "train_loss": whole / max(self.state.global_step, 1),
+        }
+        self._log(metrics)
+        return metrics
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | Path | None = None) -> Path:
+        """Write what is trained, and the tokenizer, into a folder; return it.
+
+        An adapter is written as PEFT does, a model as transformers does.
+        """
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._save_into(folder)
+        return folder
+
+    def _save_into(self, folder: Path) -> None:
+        self.weights.save(folder)
+        save = getattr(self.processing_class, "save_pretrained", None)
+        if callable(save):
+            save(folder)
+
+    def _save_checkpoint(self) -> None:
+        folder = self.args.folder / f"checkpoint-{self.state.global_step}"
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(folder)
+        self.state.stateful_callbacks = self._callbacks.states()
+        sums, only_model = self._sums, self.args.save_only_model
+        more = {
+            "loss": sums.loss,
+            "logged_step": sums.logged_step,
+            "whole": sums.whole,
+            "schedule": None if only_model else self.lr_scheduler.state_dict(),
+        }
+        optimizer = None if only_model else self.optimizer.state_dict()
+        self.args.folder.mkdir(parents=True, exist_ok=True)
+        kept = Progress(self.state.to_dict(), optimizer, more)
+        write_checkpoint(folder, self._save_into, kept)
+        best = self.state.best_model_checkpoint
+        keep_newest(self.args.folder, self.args.save_total_limit, best)
+        self._tell("on_save")
+
+    def _go_on_from(self, folder: Path, plan: _Plan) -> None:
+        kept = read_progress(folder)
+        state = TrainerState.of(kept.state)
+        for name in ("max_steps", "train_batch_size"):
+            if getattr(state, name) != getattr(self.state, name):
+                raise RequestError(
+                    f"the checkpoint {folder} is of a run of another {name}",
+                    wanted=getattr(state, name),
+                    got=getattr(self.state, name),
+                    do="Pass the arguments and data of the run that wrote it",
+                )
+        self.weights.restore(folder)
+        self.optimizer.load_state_dict(dict(kept.optimizer or {}))
+        self.lr_scheduler.load_state_dict(kept.more["schedule"])
+        self.state = state
+        self._callbacks.load_states(state.stateful_callbacks)
+        more = kept.more
+        self._sums = _Sums(more["loss"], more["logged_step"], more["whole"])
+
+    def _load_best(self) -> None:
+        """Take the weights of the best checkpoint, where that was asked for."""
+        best = self.state.best_model_checkpoint
+        if self.args.load_best_model_at_end and best is not None:
+            self.weights.restore(require_whole(Path(best)))
+
+    # --- evaluation -------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Return the metrics of an evaluation: `eval_loss`, the mean over all labels, and those of
+        `compute_metrics`; of several sets each under its name."""
+        sets = self._eval_rows
+        if eval_dataset is not None:
+            given = self._eval_sets(eval_dataset)
+            sets = {
+                prefix.replace("eval", metric_key_prefix, 1): rows for prefix, rows in given.items()
+            }
+        if not sets:
+            do = "Pass eval_dataset"
+            raise RequestError("there is nothing to evaluate", wanted="eval_dataset", do=do)
+        metrics: dict[str, float] = {}
+        for prefix, rows in sets.items():
+            metrics.update(self._evaluated(rows, prefix).metrics)
+        self._log(metrics)
+        self._tell("on_evaluate", metrics=metrics)
+        return metrics
+
+    def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
+        """Return predictions of a data set, its labels, and its metrics under a prefix."""
+        rows = self._rows(test_dataset)
+        if rows is None:
+            raise RequestError("there is nothing to predict", wanted="test_dataset")
+        found = self._evaluated(rows, metric_key_prefix, keeps=True)
+        self._tell("on_predict", metrics=found.metrics)
+        return found
+
+    def _evaluated(
+        self, rows: TrainingRows, prefix: str, *, keeps: bool = False
+    ) -> PredictionOutput:
+        began = time.monotonic()
+        training = self.model.training
+        self.weights.train(False)
+        generates = self.args.predict_with_generate
+        wants_logits = (keeps or self._compute_metrics is not None) and not generates
+        try:
+            loss, logits, labels, batches = self._read_all(rows, wants_logits=wants_logits)
+            seen: EvalPrediction | None = None
+            if wants_logits:
+                seen = EvalPrediction(stacked(logits), stacked(labels))
+            elif generates:
+                seen = self._generated(rows)
+        finally:
+            self.weights.train(training)
+        metrics = {f"{prefix}_loss": loss}
+        if self._compute_metrics is not None and seen is not None:
+            metrics |= self._own_metrics(seen, prefix)
+        seconds = max(time.monotonic() - began, 1e-9)
+        metrics |= {
+            f"{prefix}_runtime": seconds,
+            f"{prefix}_samples_per_second": len(rows) / seconds,
+            f"{prefix}_steps_per_second": batches / seconds,
+        }
+        if seen is None:
+            return PredictionOutput(None, None, metrics)
+        return PredictionOutput(seen.predictions, seen.label_ids, metrics, seen.texts)
+
+    @torch.no_grad()
+    def _read_all(
+        self, rows: TrainingRows, *, wants_logits: bool
+    ) -> tuple[float, list[Tensor], list[Tensor], int]:
+        """Return the mean loss of all labels, logits and labels of each batch if they are wanted,
+        and the number of batches."""
+        total, items = 0.0, 0
+        logits: list[Tensor] = []
+        labels: list[Tensor] = []
+        order = batches_of(range(len(rows)), self.args.per_device_eval_batch_size)
+        for number, places in enumerate(order):
+            batch = self._fetched(rows, places, 0, number)
+            own = self._labels_of(batch)
+            if wants_logits:
+                inputs = {name: one for name, one in batch.items() if name != "labels"}
+                with self._autocast():
+                    outputs = self.model(**inputs, **self.weights.arguments(wants_logits=True))
+                logits.append(outputs.logits)
+                labels.append(batch["labels"])
+            if own:
+                total += float(self._loss(batch, own)) * own
+                items += own
+            self._tell("on_prediction_step")
+        return total / max(items, 1), logits, labels, len(order)
+
+    def _generated(self, rows: TrainingRows) -> EvalPrediction:
+        source = self.model.is_encoder_decoder
+        asked = []
+        for number, row in enumerate(rows):
+            read = read_row(row, f"evaluation example {number}", aligned=not source)
+            asked.append(asked_of(read, number, source))
+        model, options = self.weights.generating()
+        args = self.args
+        given: dict[str, Any] = {"generation_config": args.generation_config}
+        given |= {"max_new_tokens": args.generation_max_length}
+        given |= {"num_beams": args.generation_num_beams}
+        options |= {name: one for name, one in given.items() if one is not None}
+        options.setdefault("seed", args.seed)
+        answers = answers_of(model, self.processing_class, asked, options)
+        return predicted(asked, answers, self.processing_class)
+
+    def _own_metrics(self, seen: EvalPrediction, prefix: str) -> dict[str, float]:
+        assert self._compute_metrics is not None
+        found = self._compute_metrics(seen)
+        if not isinstance(found, Mapping):
+            wanted, got = "a mapping of names to numbers", type(found).__name__
+            raise RequestError("compute_metrics gave no metrics", wanted=wanted, got=got)
+        metrics: dict[str, float] = {}
+        for name, value in found.items():
+            number = value.item() if hasattr(value, "item") else value
+            if not is_number(number):
+                what = f"compute_metrics gave a {name!r} that is no number"
+                raise RequestError(what, wanted="a finite number", got=shown(number))
+            key = name if name.startswith(f"{prefix}_") else f"{prefix}_{name}"
+            metrics[key] = float(number)
+        return metrics
+
+    # --- generation -------------------------------------------------------------------------------
+
+    def generate(self, prompts: Any, n: int = 1, **options: Any) -> Any:
+        """Return what the model writes after prompts, with its weights of now, as `es.generate`.
+
+        `n`: continuations of each prompt, which are sampled where it is above 1. Modes, gradients
+        and global generators stay as they are.
+        """
+        model, own = self.weights.generating()
+        if n > 1:
+            options = {"do_sample": True, "num_return_sequences": n, **options}
+        return generate(model, self.processing_class, prompts, **{**own, **options})

@@ -1,0 +1,252 @@
+"""A run that stopped, was killed or failed goes on to the bit; what is broken is named."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import everystep as es
+from everystep.errors import FileError, FormatError, MissingFileError, RequestError, TrainingError
+from everystep.train.checkpoints import checkpoints_in, fault_of
+from tests.train.runs import outcome, require_equal, train_in_process, trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+class StopAt(es.TrainerCallback):
+    """Stops a run after a step, with a checkpoint of it."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    run = trainer(tmp_path_factory.mktemp("whole"))
+    run.train()
+    return outcome(run)
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 7, 13])
+def test_a_run_that_stopped_goes_on_to_the_bit(
+    step: int, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also in the middle of an epoch and between logs, where examples draw random numbers, and
+    whatever the global generators hold."""
+    first = trainer(tmp_path, callbacks=[StopAt(step)])
+    first.train()
+    assert first.state.global_step == step
+    torch.manual_seed(step)
+    random.seed(step)
+    second = trainer(tmp_path)
+    second.train(resume_from_checkpoint=True)
+    found = outcome(second)
+    # The run that stopped logged its times, which is one line more.
+    ended = [one for one in found["logs"] if "train_loss" not in one]
+    wanted = [one for one in whole["logs"] if "train_loss" not in one]
+    require_equal({**found, "logs": ended}, {**whole, "logs": wanted})
+
+
+def test_a_run_leaves_global_generators_as_they_were(tmp_path: Path) -> None:
+    run = trainer(tmp_path, max_steps=2)
+    torch.manual_seed(5)
+    random.seed(5)
+    wanted = torch.rand(3), random.random()
+    torch.manual_seed(5)
+    random.seed(5)
+    run.train()
+    assert torch.equal(torch.rand(3), wanted[0]) and random.random() == wanted[1]
+
+
+def killed_until_it_ends(folder: Path, kills: int, steps: int, draw: random.Random) -> int:
+    """Kill the run in a folder so many times at random moments, then let it end."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.train.runs", "everystep.train.trainer"])
+    done = 0
+    while True:
+        child = context.Process(target=train_in_process, args=(str(folder), steps))
+        child.start()
+        if done < kills:
+            child.join(draw.uniform(0.1, 1.2))
+            if child.is_alive():
+                child.kill()
+        child.join()
+        if child.exitcode == 0:
+            return done
+        assert child.exitcode == -signal.SIGKILL
+        done += 1
+
+
+def killed(tmp_path: Path, kills: int, seed: int) -> None:
+    steps = 60
+    train_in_process(str(tmp_path / "whole"), steps)
+    wanted = load_file(tmp_path / "whole" / "end" / "model.safetensors")
+    draw, count = random.Random(seed), 0
+    while count < kills:
+        folder = tmp_path / f"killed-{count}"
+        count += max(1, killed_until_it_ends(folder, kills - count, steps, draw))
+        found = load_file(folder / "end" / "model.safetensors")
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], one) for name, one in wanted.items())
+        logs = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        assert [one["step"] for one in logs if "loss" in one] == [*range(4, steps + 1, 4)]
+        assert len(checkpoints_in(folder)) <= 3
+        assert all(fault_of(one) is None for one in checkpoints_in(folder))
+        assert not list(folder.glob(".*"))
+
+
+def test_twenty_kills_change_no_bit(tmp_path: Path) -> None:
+    killed(tmp_path, 20, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_five_hundred_kills_change_no_bit(seed: int, tmp_path: Path) -> None:
+    killed(tmp_path, 50, 100 + seed)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "checkpoint.json"])
+@pytest.mark.parametrize("how", ["flipped", "cut", "removed"])
+def test_a_broken_checkpoint_is_named_and_passed_over(
+    name: str, how: str, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer(tmp_path, callbacks=[StopAt(7)]).train()
+    assert [one.name for one in checkpoints_in(tmp_path)] == [
+        "checkpoint-3",
+        "checkpoint-6",
+        "checkpoint-7",
+    ]
+    broken = tmp_path / "checkpoint-7" / name
+    data = bytearray(broken.read_bytes())
+    if how == "flipped":
+        data[len(data) // 2] ^= 4
+    broken.write_bytes(data[: len(data) // 2] if how == "cut" else data)
+    if how == "removed":
+        broken.unlink()
+    second = trainer(tmp_path)
+    with pytest.raises(FormatError, match="checkpoint-7 is no whole checkpoint"):
+        second.train(resume_from_checkpoint=tmp_path / "checkpoint-7")
+    with pytest.warns(UserWarning, match="checkpoint-7 is passed over"):
+        second.train(resume_from_checkpoint=True)
+    found, wanted = outcome(second)["weights"], whole["weights"]
+    assert all(torch.equal(found[key], one) for key, one in wanted.items())
+    faulty = [one.name for one in checkpoints_in(tmp_path) if fault_of(one) is not None]
+    assert faulty == ["checkpoint-7"] and (tmp_path / "checkpoint-14").exists()
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=3).train()
+    with pytest.raises(RequestError, match=r"has checkpoints of another run.*checkpoint-3"):
+        trainer(tmp_path, max_steps=3).train()
+    with pytest.raises(RequestError, match="another max_steps"):
+        trainer(tmp_path, max_steps=9).train(resume_from_checkpoint=True)
+    with pytest.raises(MissingFileError, match="no checkpoint that is whole"):
+        trainer(tmp_path / "other").train(resume_from_checkpoint=True)
+    with pytest.raises(MissingFileError, match="is no folder"):
+        trainer(tmp_path / "other").train(resume_from_checkpoint=tmp_path / "checkpoint-99")
+    some = trainer(tmp_path, trainable=["layers.0"], max_steps=3)
+    with pytest.raises(ValueError, match=r"parameter group|other trained"):
+        some.train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_of_the_model_alone_does_not_resume(tmp_path: Path) -> None:
+    run = trainer(tmp_path, max_steps=3, save_only_model=True)
+    run.train()
+    folder = tmp_path / "checkpoint-3"
+    assert not (folder / "optimizer.safetensors").exists()
+    assert torch.equal(
+        es.load_model(folder).state_dict()["model.norm.weight"],
+        run.model.state_dict()["model.norm.weight"],
+    )
+    with pytest.raises(FormatError, match="has the model alone"):
+        trainer(tmp_path, max_steps=3).train(resume_from_checkpoint=folder)
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_a_loss_that_is_no_number_stops_before_the_step(what: str, tmp_path: Path) -> None:
+    """Weights and checkpoints are as before it."""
+    calls = 0
+
+    def compute_loss(model: Any, batch: Any, items: int) -> Any:
+        nonlocal calls
+        calls += 1
+        loss = model(**batch, num_items_in_batch=items, use_cache=False).loss
+        if calls <= 12:  # the fifth step breaks in its second batch
+            return loss
+        return loss * torch.nan if what == "loss" else (loss * 0 + 1e-9).sqrt() + (loss * 0).sqrt()
+
+    run = trainer(tmp_path, compute_loss=compute_loss, save_steps=4)
+    with pytest.raises(TrainingError, match=rf"the {what} of step 5.*checkpoint-4 is whole"):
+        run.train()
+    held = es.load_model(tmp_path / "checkpoint-4").state_dict()
+    assert all(torch.equal(one, held[name]) for name, one in run.model.state_dict().items())
+    assert all(one.grad is None for one in run.model.parameters())
+    assert fault_of(tmp_path / "checkpoint-4") is None
+
+
+def out_of_room(folder: str) -> None:
+    """Save where no file may be larger than half the weights."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    run = trainer(Path(folder), max_steps=6, save_steps=2)
+
+    class Full(es.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if state.global_step == 4:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    run.add_callback(Full)
+    try:
+        run.train()
+    except FileError as error:
+        told = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    Path(folder, "told").write_text(told)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    child = context.Process(target=out_of_room, args=(str(tmp_path),))
+    child.start()
+    child.join()
+    assert [one.name for one in checkpoints_in(tmp_path)] == ["checkpoint-2"]
+    assert fault_of(tmp_path / "checkpoint-2") is None
+    assert not [one for one in tmp_path.iterdir() if one.name.startswith(".")]
+
+
+def test_a_limit_keeps_the_newest_checkpoints_and_the_best(tmp_path: Path) -> None:
+    """The newest stay, and the best beside them."""
+    losses = iter([5.0, 1.0, 4.0, 3.0, 2.0])
+
+    class Told(es.TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            given["metrics"]["eval_loss"] = next(losses)
+
+    run = trainer(
+        tmp_path,
+        max_steps=10,
+        save_steps=2,
+        eval_steps=2,
+        eval_strategy="steps",
+        eval_dataset=[{"input_ids": [1, 3, 2], "labels": [-100, 3, 2]}],
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        callbacks=[Told],
+    )
+    run.train()
+    assert [one.name for one in checkpoints_in(tmp_path)] == ["checkpoint-4", "checkpoint-10"]
+    assert run.state.best_global_step == 4 and run.state.best_metric == 1.0
+    best = es.load_model(tmp_path / "checkpoint-4").state_dict()
+    assert all(torch.equal(one, best[name]) for name, one in run.model.state_dict().items())

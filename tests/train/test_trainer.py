@@ -1,0 +1,458 @@
+"""The Trainer: what it trains, what it tells, how it evaluates, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import everystep as es
+from everystep.api.model import LanguageModel
+from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError
+from everystep.testing.models import tiny_llama
+from everystep.testing.tokenizer import tiny_tokenizer
+from everystep.train.callbacks import log_of
+from tests.models.tiny import ours, reference_decoder, reference_t5
+from tests.train.runs import padded, trainer
+
+ROWS = [
+    {"input_ids": [5, 9, one, 2], "labels": [-100, -100, one, 2]}
+    for one in (11, 12, 13, 14, 15, 16, 17, 18)
+]
+QUICK = {"max_steps": 3, "gradient_accumulation_steps": 1, "save_strategy": "no"}
+
+
+def made(tmp_path: Path, model: Any = None, rows: Any = ROWS, **given: Any) -> es.Trainer:
+    names = ("eval_dataset", "compute_loss", "compute_loss_func", "compute_metrics", "callbacks")
+    names += ("processing_class", "peft_config", "optimizers")
+    of_trainer = {name: given.pop(name) for name in names if name in given}
+    said = {"disable_tqdm": True, **QUICK, **given}
+    args = es.TrainingArguments(output_dir=tmp_path, **said)
+    model = model or tiny_llama(vocab_size=97, dtype=torch.float32)
+    return es.Trainer(model, args, padded, rows, **of_trainer)
+
+
+def test_what_no_pattern_names_stays(tmp_path: Path) -> None:
+    run = made(tmp_path, trainable=[r"layers\.1\.", "lm_head"], learning_rate=0.01)
+    before = {name: one.clone() for name, one in run.model.state_dict().items()}
+    assert {name.split(".")[2] for name in run.weights.named() if "layers" in name} == {"1"}
+    run.train()
+    changed = {
+        name for name, one in run.model.state_dict().items() if not torch.equal(one, before[name])
+    }
+    assert changed == {*run.weights.named()}
+    with pytest.raises(RequestError, match=r"matches no weight.*'layers.77'"):
+        made(tmp_path, trainable=["layers.77"])
+    with pytest.raises(RequestError, match="no regular expression"):
+        made(tmp_path, trainable=["layers.(1"])
+
+
+class Told(es.TrainerCallback):
+    """Writes down every event."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        for name in [one for one in dir(es.TrainerCallback) if one.startswith("on_")]:
+            setattr(self, name, lambda *_, name=name, **given: self.events.append(name))
+
+
+class TheirTold(transformers.TrainerCallback):
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        for name in [one for one in dir(es.TrainerCallback) if one.startswith("on_")]:
+            setattr(self, name, lambda *_, name=name, **given: self.events.append(name))
+
+
+def test_callbacks_are_told_what_transformers_tells(tmp_path: Path) -> None:
+    given = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 5}
+    given |= {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "eval_delay": 3}
+    given |= {"save_strategy": "steps", "save_steps": 3, "disable_tqdm": True}
+    theirs, own = TheirTold(), Told()
+    reference = reference_decoder("llama", torch.float32)
+    transformers.Trainer(
+        reference,
+        transformers.TrainingArguments(
+            output_dir=str(tmp_path / "theirs"), use_cpu=True, report_to="none", **given
+        ),
+        padded,
+        ROWS,
+        ROWS[:3],
+        callbacks=[theirs],
+    ).train()
+    made(
+        tmp_path / "ours",
+        LanguageModel(ours(reference_decoder("llama", torch.float32))),
+        eval_dataset=[{**ROWS[0], "input_ids": [6, 9, 11, 2]}],
+        callbacks=[own],
+        **given,
+    ).train()
+    assert own.events == theirs.events
+
+
+def test_a_callback_that_gives_something_else_is_refused(tmp_path: Path) -> None:
+    class Wrong(es.TrainerCallback):
+        def on_step_end(self, *_: Any, **given: Any) -> Any:
+            return {"should_stop": True}
+
+    with pytest.raises(RequestError, match=r"Wrong.on_step_end returned something else.*dict"):
+        made(tmp_path, callbacks=[Wrong]).train()
+    with pytest.raises(RequestError, match="this is no callback"):
+        made(tmp_path, callbacks=[object()])
+
+
+def test_what_is_logged_is_in_a_file(tmp_path: Path) -> None:
+    run = made(tmp_path, logging_steps=1, include_num_input_tokens_seen=True)
+    run.train()
+    assert log_of(tmp_path) == run.state.log_history
+    assert [one["num_input_tokens_seen"] for one in log_of(tmp_path)] == [32, 64, 96, 96]
+
+
+def test_evaluation_generates_what_the_model_would(tmp_path: Path) -> None:
+    """After the prompt alone, with any strategy; nothing else changes by it."""
+    tokenizer, seen = tiny_tokenizer(), []
+    words = [("one", " two"), ("three", " four five"), ("six", " seven")]
+    data = [{"prompt": first, "completion": second} for first, second in words]
+
+    def compute_metrics(found: es.EvalPrediction) -> dict[str, float]:
+        seen.append(found)
+        assert found.texts is not None and found.target_texts is not None
+        pairs = zip(found.texts, found.target_texts, strict=True)
+        return {"exact": sum(one == other for one, other in pairs) / len(found.texts)}
+
+    model = tiny_llama(vocab_size=len(tokenizer), dtype=torch.float32)
+    run = es.Trainer(
+        model,
+        es.TrainingArguments(
+            output_dir=tmp_path,
+            disable_tqdm=True,
+            max_steps=90,
+            learning_rate=5e-3,
+            predict_with_generate=True,
+            generation_max_length=14,
+            generation_num_beams=2,
+            save_strategy="no",
+        ),
+        None,
+        data,
+        data,
+        tokenizer,
+        compute_metrics=compute_metrics,
+    )
+    with pytest.warns(UserWarning, match="of the evaluation are trained on"):
+        run.train()
+    config, state = model.generation_config.to_dict(), torch.get_rng_state()
+    run.model.train()
+    python = random.getstate()
+    metrics = run.evaluate()
+    assert run.model.training and random.getstate() == python
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.generation_config.to_dict() == config
+    found = seen[-1]
+    assert found.target_texts == [second for _, second in words]
+    for prompt, text, reply in zip(words, found.texts, found.generated, strict=True):
+        ids = tokenizer(prompt[0], return_tensors="pt")
+        wanted = model.generate(**ids, max_new_tokens=14, num_beams=2, do_sample=False)
+        new = wanted[0, ids["input_ids"].shape[1] :]
+        assert tokenizer.decode(new, skip_special_tokens=True) == text
+        assert reply.logprobs is not None
+    assert metrics["eval_exact"] == 1.0 and metrics["eval_loss"] < 0.2
+    assert found.predictions.shape[0] == found.label_ids.shape[0] == 3
+
+
+def test_metrics_of_logits(tmp_path: Path) -> None:
+    def compute_metrics(found: es.EvalPrediction) -> dict[str, float]:
+        logits, labels = found
+        assert logits.shape == (5, 6, 97) and labels.shape == (5, 6)
+        assert (labels[:4, 4:] == -100).all() and found.texts is None
+        hits = (logits[:, :-1].argmax(-1) == labels[:, 1:])[labels[:, 1:] != -100]
+        return {"accuracy": float(hits.mean())}
+
+    longer = {"input_ids": [5, 9, 11, 12, 13, 2], "labels": [-100, 9, 11, 12, 13, 2]}
+    run = made(
+        tmp_path,
+        eval_dataset=[{**one, "input_ids": [6, *one["input_ids"][1:]]} for one in ROWS[:4]]
+        + [longer],
+        compute_metrics=compute_metrics,
+        per_device_eval_batch_size=2,
+    )
+    metrics = run.evaluate()
+    assert 0 <= metrics["eval_accuracy"] <= 1
+    # The loss is the mean over labels, whatever the batches are.
+    alone = made(tmp_path, run.model, eval_dataset=run._eval_rows["eval"]).evaluate()
+    assert metrics["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "found, what",
+    [
+        ({"a": float("nan")}, "gave a 'a' that is no number"),
+        ({"a": "much"}, "gave a 'a' that is no number"),
+        (3.0, "gave no metrics"),
+    ],
+)
+def test_metrics_that_are_none(found: Any, what: str, tmp_path: Path) -> None:
+    run = made(tmp_path, eval_dataset=ROWS, compute_metrics=lambda _: found)
+    with pytest.raises(RequestError, match=what):
+        run.evaluate()
+
+
+def test_several_evaluations_and_the_best_checkpoint(tmp_path: Path) -> None:
+    sets = {"near": ROWS[:2], "far": [{"input_ids": [7, 8, 2], "labels": [-100, 8, 2]}]}
+    run = made(
+        tmp_path,
+        eval_dataset=sets,
+        max_steps=6,
+        eval_strategy="steps",
+        save_strategy="best",
+        eval_steps=2,
+        learning_rate=0.01,
+        metric_for_best_model="far_loss",
+        callbacks=[es.EarlyStoppingCallback(1)],
+    )
+    with pytest.warns(UserWarning, match="of the evaluation are trained on"):
+        run.train()
+    told = [one for one in run.state.log_history if "eval_far_loss" in one]
+    assert all({"eval_near_loss", "eval_far_runtime"} <= one.keys() for one in told)
+    losses = [one["eval_far_loss"] for one in told]
+    assert run.state.best_metric == min(losses)
+    worse = [one > min(losses[:place]) for place, one in enumerate(losses) if place]
+    assert run.state.global_step == (2 * (worse.index(True) + 2) if True in worse else 6)
+    with pytest.raises(RequestError, match="evaluation gave no 'eval_speed'"):
+        made(
+            tmp_path / "other",
+            eval_dataset=sets["far"],
+            eval_strategy="epoch",
+            metric_for_best_model="speed",
+        ).train()
+
+
+@pytest.mark.filterwarnings("ignore:.*rows teach no end token")
+def test_a_module_of_transformers_is_trained_as_by_its_own(tmp_path: Path) -> None:
+    quiet = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+    own = reference_decoder("gpt2", torch.float32, **quiet)
+    other = copy.deepcopy(own)
+    usual = {"max_steps": 5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    usual |= {"adam_epsilon": 1e-5, "logging_steps": 1, "save_strategy": "no"}
+    theirs = transformers.Trainer(
+        other,
+        transformers.TrainingArguments(
+            output_dir=str(tmp_path / "theirs"),
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+            **usual,
+        ),
+        padded,
+        ROWS,
+    )
+    run = made(tmp_path / "ours", own, **usual)
+    theirs.train()
+    run.train()
+    wanted = [one["loss"] for one in theirs.state.log_history if "loss" in one]
+    found = [one["loss"] for one in run.state.log_history if "loss" in one]
+    assert found == pytest.approx(wanted, abs=1e-5)
+
+
+def test_an_encoder_and_its_decoder_learn(tmp_path: Path) -> None:
+    model = LanguageModel(ours(reference_t5(torch.float32)))
+    model.generation_config = es.GenerationConfig(
+        decoder_start_token_id=0, pad_token_id=0, eos_token_id=1
+    )
+    rows = [{"input_ids": [5, 6, one], "labels": [one, 7, 1]} for one in range(10, 18)]
+
+    def collate(given: Any) -> Any:
+        batch = padded([{**row, "labels": row["labels"]} for row in given])
+        start = torch.zeros(len(given), 1, dtype=torch.int64)
+        return {**batch, "decoder_input_ids": torch.cat([start, batch["labels"][:, :-1]], 1)}
+
+    args = es.TrainingArguments(
+        output_dir=tmp_path,
+        disable_tqdm=True,
+        max_steps=60,
+        learning_rate=5e-3,
+        save_strategy="no",
+        logging_steps=20,
+        predict_with_generate=True,
+    )
+    run = es.Trainer(model, args, collate, rows, rows)
+    with pytest.warns(UserWarning, match="of the evaluation are trained on"):
+        run.train()
+    losses = [one["loss"] for one in run.state.log_history if "loss" in one]
+    assert losses[-1] < 0.5 * losses[0]
+    found = run.predict(rows)
+    assert found.predictions is not None and found.predictions.shape[0] == 8
+
+
+def test_losses_of_your_own(tmp_path: Path) -> None:
+    plain = made(tmp_path / "a", logging_steps=1)
+    plain.train()
+
+    def compute_loss(model: Any, batch: Any, items: int) -> Any:
+        return model(**batch, num_items_in_batch=items, use_cache=False).loss
+
+    def of_outputs(outputs: Any, labels: Any, num_items_in_batch: int) -> Any:
+        logits, wanted = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        found = torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
+        return found / num_items_in_batch
+
+    for name, given in (
+        ("b", {"compute_loss": compute_loss}),
+        ("c", {"compute_loss_func": of_outputs}),
+    ):
+        run = made(tmp_path / name, logging_steps=1, **given)
+        run.train()
+        for one, other in zip(run.state.log_history[:-1], plain.state.log_history, strict=False):
+            assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
+    for wrong in (None, 3.0, torch.ones(2), torch.tensor(3)):
+        with pytest.raises(RequestError, match="the loss of your own is none"):
+            made(tmp_path / "d", compute_loss=lambda *_, wrong=wrong: wrong).train()
+    with pytest.raises(RequestError, match="two losses"):
+        made(tmp_path, compute_loss=compute_loss, compute_loss_func=of_outputs)
+    with pytest.raises(RequestError, match="label_smoothing_factor"):
+        made(tmp_path, compute_loss=compute_loss, label_smoothing_factor=0.1)
+
+
+def test_rollouts_are_of_the_weights_as_they_are_now(tmp_path: Path) -> None:
+    """And have the log-probabilities that the training forward gives."""
+    run = made(tmp_path, learning_rate=0.01)
+    options = {"max_new_tokens": 5, "seed": 3, "return_dict_in_generate": True, "logprobs": 0}
+    before = run.generate([[5, 9], [5, 9, 11]], n=4, **options)
+    run.train()
+    after = run.generate([[5, 9], [5, 9, 11]], n=4, **options)
+    assert [len(one) for one in after] == [4, 4]
+    assert [[one.tokens for one in each] for each in before] != [
+        [one.tokens for one in each] for each in after
+    ]
+    for prompt, each in zip(([5, 9], [5, 9, 11]), after, strict=True):
+        for one in each:
+            ids = torch.tensor([[*prompt, *one.tokens]])
+            with torch.no_grad():
+                logits = run.model(ids).logits.log_softmax(-1)
+            new = ids[0, len(prompt) :, None]
+            own = logits[0, len(prompt) - 1 : -1].gather(1, new)[:, 0]
+            assert torch.allclose(one.logprobs.logprobs, own, atol=1e-4)
+
+
+def test_an_adapter_is_trained_resumed_and_generates(tmp_path: Path) -> None:
+    """Over weights of 4 bits too, which stay as they are."""
+    config = es.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.2)
+
+    def run(folder: str, **given: Any) -> es.Trainer:
+        model = tiny_llama(vocab_size=97, dtype=torch.float32, quantize="int4")
+        torch.manual_seed(1)
+        return trainer(tmp_path / folder, model=model, peft_config=config, **given)
+
+    whole, before = run("whole"), None
+    before = whole.model.digest()
+    whole.train()
+    assert whole.model.digest() == before
+
+    class Stop(es.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if state.global_step == 5:
+                control.should_save = control.should_training_stop = True
+
+    run("cut", callbacks=[Stop]).train()
+    again = run("cut")
+    again.train(resume_from_checkpoint=True)
+    for name, one in whole.weights.named().items():
+        assert torch.equal(one, again.weights.named()[name])
+    tokens = whole.generate([[5, 9]], max_new_tokens=6, do_sample=False, **_IDS)
+    loaded = tiny_llama(vocab_size=97, dtype=torch.float32, quantize="int4")
+    loaded.load_adapter(tmp_path / "whole" / "checkpoint-14", "mine")
+    options = {"max_new_tokens": 6, "do_sample": False, "adapter_names": "mine", **_IDS}
+    assert es.generate(loaded, None, [[5, 9]], **options)[0].tokens == tokens[0].tokens
+
+
+_IDS = {"return_dict_in_generate": True}
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"learning_rates": 1e-3}, UnknownArgumentError, "Perhaps you meant learning_rate"),
+    ({"fp16": True}, UnsupportedError, "bf16"),
+    ({"deepspeed": "x.json"}, UnsupportedError, "torchrun"),
+    ({"push_to_hub": True}, UnsupportedError, "huggingface_hub"),
+    ({"remove_unused_columns": False}, UnsupportedError, "error by name"),
+    ({"evaluation_strategy": "steps"}, UnsupportedError, "eval_strategy"),
+    ({"warmup_ratio": 0.1}, UnsupportedError, "warmup_steps"),
+    ({"learning_rate": -1}, RequestError, "learning_rate"),
+    ({"learning_rate": "fast"}, RequestError, "learning_rate"),
+    ({"learning_rate": float("nan")}, RequestError, "learning_rate"),
+    ({"num_train_epochs": 0}, RequestError, "num_train_epochs"),
+    ({"max_steps": 2.5}, RequestError, "max_steps"),
+    ({"per_device_train_batch_size": 0}, RequestError, "per_device_train_batch_size"),
+    ({"gradient_accumulation_steps": 0}, RequestError, "gradient_accumulation_steps"),
+    ({"adam_beta1": 1.0}, RequestError, "adam_beta1"),
+    ({"label_smoothing_factor": 1}, RequestError, "label_smoothing_factor"),
+    ({"bf16": "yes"}, RequestError, "bf16"),
+    ({"optim": "lion"}, RequestError, "optim"),
+    ({"lr_scheduler_type": "cosines"}, RequestError, "lr_scheduler_type"),
+    ({"logging_steps": 1.5}, RequestError, "logging_steps"),
+    ({"save_steps": 0}, RequestError, "save_steps"),
+    ({"save_total_limit": 0}, RequestError, "save_total_limit"),
+    ({"seed": -1}, RequestError, "seed"),
+    ({"trainable": "layers"}, RequestError, "trainable"),
+    ({"report_to": "wandb"}, RequestError, "report_to"),
+    ({"eval_strategy": "sometimes"}, RequestError, "eval_strategy"),
+    ({"eval_strategy": "steps"}, RequestError, "nothing to evaluate"),
+    ({"load_best_model_at_end": True}, RequestError, "compares checkpoints"),
+    ({"save_strategy": "best"}, RequestError, "needs a metric"),
+    (
+        {
+            "load_best_model_at_end": True,
+            "eval_strategy": "epoch",
+            "save_strategy": "steps",
+        },
+        RequestError,
+        "an evaluation before each save",
+    ),
+    ({"generation_num_beams": 2}, RequestError, "predict_with_generate"),
+    ({"resume_from_checkpoint": True, "save_only_model": True}, RequestError, "save_only_model"),
+    (
+        {"activation_checkpointing": True, "gradient_checkpointing": False},
+        RequestError,
+        "disagree",
+    ),
+]
+
+
+@pytest.mark.parametrize("given, kind, what", WRONG, ids=lambda one: str(one)[:40])
+def test_choices_that_cannot_be(
+    given: dict[str, Any], kind: type[Exception], what: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=what):
+        made(tmp_path, **given)
+
+
+RUNS: list[tuple[dict[str, Any], str]] = [
+    ({"rows": []}, "no example|nothing to train on"),
+    ({"rows": None}, "nothing to train on"),
+    ({"rows": [{"input_ids": [5, 6], "labels": [-100, -100]}]}, "example 0"),
+    ({"rows": [{"input_ids": [5, 6], "labels": [5]}]}, "example 0"),
+    ({"rows": [{"input_ids": [5, 600], "labels": [5, 2]}]}, "example 0"),
+    ({"rows": [{**ROWS[0], "bbox": [[0] * 4] * 4}]}, "bbox"),
+    ({"lr_scheduler_type": "constant", "warmup_steps": 2}, "has no warmup"),
+    ({"lr_scheduler_kwargs": {"num_cycle": 2}}, "has no 'num_cycle'"),
+    ({"lr_scheduler_type": "warmup_stable_decay"}, "needs num_decay_steps"),
+    ({"lr_scheduler_type": "cosine_with_min_lr"}, "needs min_lr"),
+    ({"per_device_train_batch_size": 9, "dataloader_drop_last": True}, "no batch is full"),
+]
+
+
+@pytest.mark.parametrize("given, what", RUNS, ids=lambda one: str(one)[:40])
+def test_runs_that_cannot_be_are_known_before_the_first_step(
+    given: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    steps = Told()
+    with pytest.raises(RequestError, match=what):
+        made(tmp_path, callbacks=[steps], **given).train()
+    assert "on_step_begin" not in steps.events
+
+
+def test_there_are_no_subclasses() -> None:
+    with pytest.raises(RequestError, match="no subclasses"):
+        type("Mine", (es.Trainer,), {})

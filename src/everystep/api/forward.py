@@ -38,6 +38,7 @@ _FORMS: dict[str, tuple[str, tuple[int, ...], Literal["integers", "floats", "any
     "labels": ("a (batch, length) tensor of ids", (2,), "integers"),
     "decoder_input_ids": ("a (batch, length) tensor of ids", (2,), "integers"),
     "decoder_attention_mask": ("a (batch, length) tensor of 0 and 1", (2,), "any"),
+    "decoder_inputs_embeds": ("a (batch, length, hidden) tensor", (3,), "floats"),
 }
 
 
@@ -58,6 +59,8 @@ def forward(
     decoder_attention_mask: Tensor | None = None,
     encoder_outputs: object = None,
     input_features: Tensor | None = None,
+    decoder_inputs_embeds: Tensor | None = None,
+    cache_position: Tensor | None = None,
     **pictures: object,
 ) -> CausalLMOutput | tuple[object, ...]:
     """Return logits of every position, (B, T, V), and the cache with these positions after its own.
@@ -69,18 +72,21 @@ def forward(
     the last positions logits are given, 0 for all, or (n,) of which. `labels` (B, T): ids whose
     loss is given, each predicted from what stands before it, -100 for none. `input_features`
     (B, channels, frames): what an encoder of sounds reads; `encoder_outputs` stand in the place
-    of an encoder's prompt. With one it is `decoder_input_ids` (B, T) that come after what is
-    cached; keys and values of the encoder's states are cached beside them. `pictures`: pixels
-    and grids, as for `generate`. Differentiable after `requires_grad_`. Returns a
-    `CausalLMOutput`, or with `return_dict=False` a tuple.
+    of an encoder's prompt. With one it is `decoder_input_ids` (B, T), or `decoder_inputs_embeds`
+    (B, T, E) in their place, that come after what is cached; keys and values of the encoder's
+    states are cached beside them. `cache_position` (T,) says what holds anyway: S..S+T-1.
+    `pictures`: pixels and grids, as for `generate`. Differentiable after `requires_grad_`.
+    Returns a `CausalLMOutput`, or with `return_dict=False` a tuple.
     """
     own = input_ids, attention_mask, position_ids, inputs_embeds, labels
-    require_inputs(model, *own, decoder_input_ids, decoder_attention_mask)
+    decoded = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
+    require_inputs(model, *own, decoder_input_ids, decoder_attention_mask, decoder_inputs_embeds)
     states = states_in_place(encoder_outputs, input_ids, inputs_embeds, input_features)
     inputs = inputs_embeds if input_ids is None else input_ids
-    given = inputs if decoder_input_ids is None else decoder_input_ids
+    given = inputs if decoded is None else decoded
     kept = kept_positions(logits_to_keep, given)
     cache = cache_of_forward(model, given, past_key_values, use_cache)
+    require_next(cache_position, cache, given)
     heard = listener(output_hidden_states, output_attentions)
     read = input_ids, position_ids, inputs_embeds
     seen = see_pictures(model, *read, attention_mask, cache, pictures)
@@ -90,6 +96,7 @@ def forward(
         seen.positions,
         seen.embeds,
         decoder_input_ids=decoder_input_ids,
+        decoder_inputs_embeds=decoder_inputs_embeds,
         cache=cache,
         kept=kept,
         decoder_attention_mask=decoder_attention_mask,
@@ -114,10 +121,27 @@ def require_inputs(model: Subject, *given: object) -> None:
         found = require_tensor(one, name, wanted, dims=dims, holds=holds)
         if name == "position_ids" and not found.numel():
             raise RequestError("position_ids are empty", wanted=wanted, got=tuple(found.shape))
-        if name == "inputs_embeds" and found.shape[2] != model.width:
-            what, width = "inputs_embeds has another width than the model", found.shape[2]
+        if "inputs_embeds" in name and found.shape[2] != model.width:
+            what, width = f"{name} has another width than the model", found.shape[2]
             wanted = f"{model.width} values per position"
             raise RequestError(what, wanted=wanted, got=width)
+
+
+def require_next(places: object, cache: Cache | None, inputs: Tensor | None) -> None:
+    """Refuse a `cache_position` (T,) that puts the inputs elsewhere than behind what is cached."""
+    if places is None or inputs is None:
+        return
+    start = 0 if cache is None else int(cache.get_seq_length())
+    wanted = list(range(start, start + inputs.shape[1]))
+    form = "a (length,) tensor of integers"
+    found = require_tensor(places, "cache_position", form, dims=(1,), holds="integers").tolist()
+    if found != wanted:
+        raise RequestError(
+            "cache_position is not where the inputs are cached: behind what is there",
+            wanted=f"{start} to {start + inputs.shape[1] - 1}",
+            got=shown(found),
+            do="Leave it out, and pass position_ids to say where they stand",
+        )
 
 
 def kept_positions(wanted: object, inputs: Tensor | None) -> slice | Tensor:

@@ -110,6 +110,13 @@ class Output(OutputFields):
 
 
 @dataclass(eq=False, repr=False)
+class EncoderOutput(OutputFields):
+    """`last_hidden_state`: (B, S, E) the states that an encoder made, as loops expect them."""
+
+    last_hidden_state: Tensor
+
+
+@dataclass(eq=False, repr=False)
 class CausalLMOutput(OutputFields):
     """`loss`: () where labels were given. `logits`: (B, T, V). `past_key_values`: the cache with
     these positions, or None. `hidden_states`: (B, T, E) before the first layer and after each, the

@@ -111,6 +111,23 @@ def test_what_cannot_guide_is_refused(given: dict[str, Any], said: str) -> None:
         es.open(MODEL, TOKENIZER, PROMPT, **options)
 
 
+def test_what_prompts_have_in_common_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    encode = type(TOKENIZER).encode
+
+    def noted(self: Any, text: Any, **how: Any) -> Any:
+        read.append(text)
+        return encode(self, text, **how)
+
+    monkeypatch.setattr(type(TOKENIZER), "encode", noted)
+    prompts = [PROMPT, "It is", "So it is", "So"]
+    found = es.generate(MODEL, TOKENIZER, prompts, negative_prompt=AWAY, **GUIDED)
+    assert read.count(AWAY) == 1 and {*read} == {AWAY, *prompts}
+    own = [{"negative_prompt": one} for one in (AWAY, "Not so", AWAY, "Not so")]
+    apart = es.generate(MODEL, TOKENIZER, prompts, options=own, **GUIDED)
+    assert (apart[0], apart[2]) == (found[0], found[2]) and apart[1] != found[1]
+
+
 def test_a_rectangle_takes_ids() -> None:
     with pytest.raises(EverystepError, match=r"negative_prompt .* Pass negative_prompt_ids"):
         MODEL.generate(torch.tensor([IDS]), negative_prompt=AWAY, **GUIDED)

@@ -237,8 +237,6 @@ def test_on_error_is_raise_or_return(model: LanguageModel) -> None:
     [
         ({"output_scores": True, "return_dict_in_generate": True}, "logprobs"),
         ({"output_logits": True, "return_dict_in_generate": True}, "logprobs"),
-        ({"output_hidden_states": True, "return_dict_in_generate": True}, "model.generate"),
-        ({"output_attentions": True, "return_dict_in_generate": True}, "model.generate"),
         ({"use_cache": False}, "Leave use_cache out"),
         ({"prefill_chunk_size": 4}, "Leave prefill_chunk_size out"),
         ({"generation_config": es.GenerationConfig(use_cache=False)}, "Leave use_cache out"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from typing import Any
 
@@ -65,6 +66,15 @@ def test_drafts_in_other_words_change_nothing(way: dict[str, Any], lookbehind: i
     drafted = model().generate(**{**options, **asked(assistant(), SHORT), **looks})
     assert drafted.sequences.tolist() == plain.sequences.tolist()
     assert drafted.speculation["drafted"] > 0
+
+
+def test_lookbehinds_are_told_of_where_both_have_one_tokenizer() -> None:
+    given = asked(model(), tiny_tokenizer(320), max_new_tokens=2, target_lookbehind=5)
+    with pytest.warns(UserWarning, match="target_lookbehind has no effect, as drafts are made of"):
+        model().generate(**given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model().generate(**{**given, **asked(assistant(), SHORT, max_new_tokens=2)})
 
 
 def test_the_same_words_by_another_tokenizer_are_right() -> None:

@@ -277,9 +277,7 @@ OBJECTS: list[Wrong] = [
     ("a loop over a mask with holes",
      {"custom_generate": print, "attention_mask": torch.tensor([[1, 0, 1], [1, 1, 1]])}, Absent,
      ["custom_generate", "mask"]),
-    ("guided loop", {"custom_generate": print, "guidance_scale": 2.0}, Absent,
-     ["custom_generate", "guidance_scale"]),
-    ("seeded loop", {"custom_generate": print, "seed": 3}, Absent, ["custom_generate", "seed"]),
+    ("seeded loop", {"custom_generate": print, "seed": [3]}, Absent, ["custom_generate", "seed"]),
 ]
 # fmt: on
 WRONG: list[Wrong] = [*NAMES, *PROMPTS, *LENGTHS, *CHOICES, *TOKENS, *OBJECTS]

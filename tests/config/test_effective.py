@@ -171,9 +171,12 @@ NOTICES: list[dict[str, Any]] = [
     {"min_new_tokens": 3, "min_length": 9},
     {"pad_token_id": -1},
     {"cache_config": {"nbits": 4}},
+    *[{"prefill_chunk_size": 2, name: True, "return_dict_in_generate": True}
+      for name in ("output_hidden_states", "output_attentions")],
     *[{name: value} for name, value in
       {"dry_base": 1.5, "dry_allowed_length": 3, "dry_sequence_breakers": [7],
-       "xtc_threshold": 0.2, "mirostat_eta": 0.2, "dynatemp_exponent": 2.0}.items()],
+       "xtc_threshold": 0.2, "mirostat_eta": 0.2, "dynatemp_exponent": 2.0,
+       "penalty_scope": "new"}.items()],
 ]  # fmt: skip
 FINE: list[dict[str, Any]] = [
     {"temperature": 1.0, "do_sample": False, "top_k": 50, "early_stopping": False},
@@ -186,6 +189,8 @@ FINE: list[dict[str, Any]] = [
     {"suppress_tokens": [1], "forced_eos_token_id": [1, 2]},
     {"max_cache_len": 9, "cache_implementation": "static"},
     {"output_scores": True, "return_dict_in_generate": True},
+    {"penalty_scope": "new", "repetition_penalty": 1.2},
+    {"penalty_scope": "all", "frequency_penalty": 0.2},
 ]
 
 

@@ -14,7 +14,8 @@ from everystep.config import (
 DEFAULTS = {name: field.default for name, field in FIELDS.items() if field.default is not None}
 # The fields that transformers does not have.
 OURS = {
-    *("presence_penalty", "frequency_penalty", "logit_bias", "dry_multiplier", "dry_base"),
+    *("presence_penalty", "frequency_penalty", "penalty_scope", "logit_bias"),
+    *("dry_multiplier", "dry_base"),
     *("dry_allowed_length", "dry_sequence_breakers", "top_n_sigma", "xtc_probability"),
     *("xtc_threshold", "mirostat_tau", "mirostat_eta", "dynatemp_range", "dynatemp_exponent"),
     *("sampler_order", "draft_verification", "num_drafts"),
@@ -46,11 +47,11 @@ VALUES: dict[str, Any] = {
     "assistant_lookbehind": 5, "target_lookbehind": 6, "assistant_ensemble_weight": 0.5,
     "speculation_type": "dflash", "compile_config": CompileConfig(mode="default", dynamic=True),
     "disable_compile": True, "continuous_batching_config": {"page_size": 128},
-    "presence_penalty": 0.5, "frequency_penalty": -0.25, "logit_bias": {3: 1.5, 40: -2.0},
-    "dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 3,
-    "dry_sequence_breakers": ["\n", 7], "top_n_sigma": 1.5, "xtc_probability": 0.5,
-    "xtc_threshold": 0.2, "mirostat_tau": 5.0, "mirostat_eta": 0.2, "dynatemp_range": 0.5,
-    "dynatemp_exponent": 2.0, "sampler_order": ["min_p", "temperature"],
+    "presence_penalty": 0.5, "frequency_penalty": -0.25, "penalty_scope": "new",
+    "logit_bias": {3: 1.5, 40: -2.0}, "dry_multiplier": 0.8, "dry_base": 1.5,
+    "dry_allowed_length": 3, "dry_sequence_breakers": ["\n", 7], "top_n_sigma": 1.5,
+    "xtc_probability": 0.5, "xtc_threshold": 0.2, "mirostat_tau": 5.0, "mirostat_eta": 0.2,
+    "dynatemp_range": 0.5, "dynatemp_exponent": 2.0, "sampler_order": ["min_p", "temperature"],
     "draft_verification": "rejection", "num_drafts": 3,
     "transformers_version": "5.23.0", "_from_model_config": True,
 }  # fmt: skip

@@ -8,9 +8,16 @@ import pytest
 import torch
 
 from everystep.api.model import LanguageModel
-from everystep.errors import ModelClassError, RequestError
+from everystep.errors import ModelClassError, RequestError, UnsupportedError
 from everystep.models import build_model
-from tests.models.tiny import Tensors, ids, ours, reference_decoder, reference_t5
+from tests.models.tiny import (
+    Tensors,
+    ids,
+    ours,
+    reference_decoder,
+    reference_pair,
+    reference_t5,
+)
 
 IDS = ids(2, 9)
 MASK = torch.ones(2, 9).long()
@@ -128,6 +135,55 @@ def test_an_encoders_states_and_a_mask_of_the_decoder() -> None:
     for extra in ({"decoder_attention_mask": MASK}, {"encoder_outputs": states}):
         with pytest.raises(RequestError, match=r"models with an encoder|a prompt"):
             decoder(IDS, **extra)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_a_decoder_reads_embeddings_in_the_place_of_ids(family: str) -> None:
+    theirs = reference_pair(family, torch.float64)
+    model, written = LanguageModel(ours(theirs)), ids(2, 5)
+    embeds = theirs.get_decoder().embed_tokens(written)
+    given = {"input_ids": IDS, "attention_mask": MASK, "use_cache": False}
+    found = model(**given, decoder_inputs_embeds=embeds).logits
+    close(found, theirs(**given, decoder_inputs_embeds=embeds).logits)
+    close(found, model(**given, decoder_input_ids=written).logits)
+    begun = model(IDS, MASK, decoder_inputs_embeds=embeds[:, :3])
+    cache = begun.past_key_values
+    rest = model(attention_mask=MASK, decoder_inputs_embeds=embeds[:, 3:], past_key_values=cache)
+    close(torch.cat([begun.logits, rest.logits], dim=1), found)
+    decoder = LanguageModel(ours(reference_decoder("llama", torch.float64)))
+    for wrong, said in (
+        (lambda: model(IDS, decoder_inputs_embeds=embeds, decoder_input_ids=written), "one of the"),
+        (lambda: model(IDS, decoder_inputs_embeds=embeds[..., :5]), "another width"),
+        (lambda: model(IDS, decoder_inputs_embeds=written), "a .batch, length, hidden. tensor"),
+        (lambda: decoder(IDS, decoder_inputs_embeds=embeds.new_zeros(2, 9, 48)), "neither"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            wrong()
+
+
+@pytest.mark.parametrize("name", ["decoder_inputs_embeds", "cache_position"])
+def test_generate_says_why_it_reads_neither_where_the_reference_fails(name: str) -> None:
+    theirs = reference_pair("bart", torch.float64)
+    value = {"decoder_inputs_embeds": torch.zeros(2, 1, 32).double(), "cache_position": IDS[0]}
+    given: dict[str, Any] = {name: value[name], "max_new_tokens": 2}
+    with pytest.raises(ValueError, match=r"both|not used|exactly one"):
+        theirs.generate(IDS, **given)
+    with pytest.raises(UnsupportedError, match=rf"{name} is not read: .*Leave|{name} .*Pass"):
+        LanguageModel(ours(theirs)).generate(IDS, decoder_start_token_id=3, **given)
+
+
+@torch.no_grad()
+def test_a_cache_position_says_what_holds_anyway(pair: tuple[Any, LanguageModel]) -> None:
+    theirs, model = pair
+    past, other = (one(IDS[:, :5]).past_key_values for one in (model, theirs))
+    given = {"input_ids": IDS[:, 5:], "cache_position": torch.arange(5, 9)}
+    for places in (torch.arange(4), torch.tensor([5, 6, 7, 9]), torch.arange(5, 8)):
+        with pytest.raises(RequestError, match=r"cache_position .* wanted 5 to 8"):
+            model(IDS[:, 5:], past_key_values=past, cache_position=places)
+    found = model(**given, past_key_values=past).logits
+    close(found, theirs(**given, past_key_values=other).logits)
+    assert past.get_seq_length() == 9
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -150,8 +150,24 @@ def test_impossible_numbers_are_refused(
 
 def test_a_prompt_without_ids_has_none(model: LanguageModel) -> None:
     embeds = model.get_input_embeddings()(torch.tensor([PROMPTS[0]]))
-    with pytest.raises(RequestError, match="inputs_embeds only"):
-        model.generate(inputs_embeds=embeds, prompt_logprobs=1, return_dict_in_generate=True)
+    with pytest.raises(RequestError, match=r"inputs_embeds only.*prompt_logprobs=5"):
+        model.generate(inputs_embeds=embeds, prompt_logprobs=0, return_dict_in_generate=True)
+
+
+def test_of_a_prompt_of_embeddings_the_best_tokens_are_told(model: LanguageModel) -> None:
+    """What each position expects next; of the tokens that stood there nothing is known."""
+    given: dict[str, Any] = {"prompt_logprobs": 3, "max_new_tokens": 2}
+    given["return_dict_in_generate"] = True
+    ids = torch.tensor([PROMPTS[0]])
+    embeds = model.get_input_embeddings()(ids)
+    (known,) = model.generate(ids, **given).prompt_logprobs
+    (found,) = model.generate(inputs_embeds=embeds, **given).prompt_logprobs
+    one = es.generate(model, None, {"inputs_embeds": embeds[0]}, **given)
+    for blind in (found, one.prompt_logprobs):
+        assert torch.equal(blind.top_tokens, known.top_tokens)
+        torch.testing.assert_close(blind.top_logprobs, known.top_logprobs)
+        assert blind.tokens.eq(-1).all() and blind.logprobs.isnan().all()
+        assert len(blind) == len(PROMPTS[0]) - 1
 
 
 # --- texts ----------------------------------------------------------------------------------------

@@ -132,6 +132,7 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "watermarking_config": (es.WatermarkingConfig(bias=9.0), {}),
     "presence_penalty": (2.0, {}),
     "frequency_penalty": (2.0, {}),
+    "penalty_scope": ("all", {"presence_penalty": 2.0}),
     "logit_bias": ({9: 50.0}, {}),
     "dry_multiplier": (3.0, {}),
     "dry_base": (3.0, {"dry_multiplier": 1.0}),
@@ -230,6 +231,8 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "compile_config": (es.CompileConfig(), {}),
     "continuous_batching_config": ({"a": 1}, {}),
     "synced_gpus": (True, {}),
+    "decoder_inputs_embeds": (torch.zeros(1, 3, 16), {}),
+    "cache_position": (torch.arange(3), {}),
     "cache_params": (object(), {}),
     "pixel_values": (torch.zeros(1), {}),
     "pixel_values_videos": (torch.zeros(1), {}),
@@ -258,7 +261,7 @@ EVERYWHERE = ("model.generate", "es.generate", "es.stream", "es.open")
 OF_TEXTS = ("es.generate", "es.stream", "es.open")
 _LATER = (
     *("use_mtp", "low_memory", "is_assistant", "speculation_type", "compile_config"),
-    *("continuous_batching_config", "synced_gpus"),
+    *("continuous_batching_config", "synced_gpus", "decoder_inputs_embeds", "cache_position"),
     *("cache_params", "pixel_values", "pixel_values_videos", "input_features"),
     *("mm_encoder_outputs", "token_type_ids", "trust_remote_code", "logits_to_keep"),
     *("language", "task", "return_timestamps", "return_segments", "prompt_ids"),
@@ -271,7 +274,6 @@ _LATER = (
 )
 IN_PROMPTS = ("input_ids", "attention_mask", "inputs_embeds", "position_ids")
 """What stands in a prompt that is a mapping, and is no keyword of a call about prompts."""
-_OF_STEPS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
 _RECTANGLES = (
     *("use_cache", "prefill_chunk_size", "max_cache_len", "past_key_values"),
     *("streamer", "custom_generate", "negative_prompt_ids", "negative_prompt_attention_mask"),
@@ -279,7 +281,8 @@ _RECTANGLES = (
 REFUSED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_LATER, EVERYWHERE),
     **dict.fromkeys(_RECTANGLES, OF_TEXTS),
-    **dict.fromkeys(_OF_STEPS, ("es.generate", "es.stream")),
+    **dict.fromkeys(("output_scores", "output_logits"), ("es.generate", "es.stream")),
+    **dict.fromkeys(("output_hidden_states", "output_attentions"), ("es.stream",)),
     "timeout": ("model.generate", "es.open"),
     "adapter_names": EVERYWHERE,  # by this model, which has none
     "adapters": EVERYWHERE,

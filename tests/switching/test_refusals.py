@@ -65,8 +65,8 @@ CALLS: dict[str, tuple[Callable[[], Any], ...]] = {
         lambda: generated("t5", past_key_values=es.DynamicCache()),
         lambda: generated("t5", past_key_values=es.QuantizedCache("everystep", [None] * 3)),
     ),
-    "`custom_generate` of a model with an encoder": (
-        lambda: generated("t5", custom_generate=loop),
+    "`custom_generate` with a list of seeds": (
+        lambda: generated("llama", custom_generate=loop, seed=[3, 4]),
     ),
     "`position_ids` of a model with an encoder": (lambda: generated("t5", position_ids=PLACES),),
     "a 4-D `attention_mask` of a model with an encoder": (

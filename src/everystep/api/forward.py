@@ -40,6 +40,7 @@ _FORMS: dict[str, tuple[str, tuple[int, ...], Literal["integers", "floats", "any
     "labels": ("a (batch, length) tensor of ids", (2,), "integers"),
     "decoder_input_ids": ("a (batch, length) tensor of ids", (2,), "integers"),
     "decoder_attention_mask": ("a (batch, length) tensor of 0 and 1", (2,), "any"),
+    "decoder_inputs_embeds": ("a (batch, length, hidden) tensor", (3,), "floats"),
 }
 
 
@@ -65,6 +66,8 @@ def forward(
     label_smoothing: float = 0.0,
     adapter_names: object = None,
     adapters: object = None,
+    decoder_inputs_embeds: Tensor | None = None,
+    cache_position: Tensor | None = None,
     **pictures: object,
 ) -> CausalLMOutput | tuple[object, ...]:
     """Return logits of every position, (B, T, V), and the cache with these positions after its own.
@@ -78,21 +81,24 @@ def forward(
     `num_items_in_batch`, by how many labels there are unless given. `label_smoothing`: how much of
     each label is spread over all ids. `output_logits`: whether logits are returned; without them
     the loss never holds those of all positions at once. `input_features` (B, channels, frames):
-    what an encoder of sounds reads; `encoder_outputs` stand in the place
-    of an encoder's prompt. With one it is `decoder_input_ids` (B, T) that come after what is
-    cached; keys and values of the encoder's states are cached beside them. `pictures`: pixels
-    and grids, as for `generate`; `adapter_names` and `adapters` name the adapters of all rows or
-    of each, as there. Differentiable after `requires_grad_`, and in adapters that learn. Returns
-    a `CausalLMOutput`, or with `return_dict=False` a tuple.
+    what an encoder of sounds reads; `encoder_outputs` stand in the place of an encoder's prompt.
+    With one it is `decoder_input_ids` (B, T), or `decoder_inputs_embeds` (B, T, E) in their place,
+    that come after what is cached; keys and values of the encoder's states are cached beside them.
+    `cache_position` (T,) says what holds anyway: S..S+T-1. `pictures`: pixels and grids, as for
+    `generate`; `adapter_names` and `adapters` name the adapters of all rows or of each, as there.
+    Differentiable after `requires_grad_`, and in adapters that learn. Returns a
+    `CausalLMOutput`, or with `return_dict=False` a tuple.
     """
     own = input_ids, attention_mask, position_ids, inputs_embeds, labels
     require_loss_settings(num_items_in_batch, output_logits, label_smoothing, labels)
-    require_inputs(model, *own, decoder_input_ids, decoder_attention_mask)
+    decoded = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
+    require_inputs(model, *own, decoder_input_ids, decoder_attention_mask, decoder_inputs_embeds)
     encoded = states_in_place(encoder_outputs, input_ids, inputs_embeds, input_features)
     inputs = inputs_embeds if input_ids is None else input_ids
-    given = inputs if decoder_input_ids is None else decoder_input_ids
+    given = inputs if decoded is None else decoded
     kept = kept_positions(logits_to_keep, given)
     cache = cache_of_forward(model, given, past_key_values, use_cache)
+    require_next(cache_position, cache, given)
     heard = listener(output_hidden_states, output_attentions)
     read = input_ids, position_ids, inputs_embeds
     seen = see_pictures(model, *read, attention_mask, cache, pictures)
@@ -106,6 +112,7 @@ def forward(
         seen.positions,
         seen.embeds,
         decoder_input_ids=decoder_input_ids,
+        decoder_inputs_embeds=decoder_inputs_embeds,
         cache=cache,
         kept=kept,
         decoder_attention_mask=decoder_attention_mask,
@@ -144,8 +151,8 @@ def require_inputs(model: Subject, *given: object) -> None:
         found = require_tensor(one, name, wanted, dims=dims, holds=holds)
         if name == "position_ids" and not found.numel():
             raise RequestError("position_ids are empty", wanted=wanted, got=tuple(found.shape))
-        if name == "inputs_embeds" and found.shape[2] != model.width:
-            what, width = "inputs_embeds has another width than the model", found.shape[2]
+        if "inputs_embeds" in name and found.shape[2] != model.width:
+            what, width = f"{name} has another width than the model", found.shape[2]
             wanted = f"{model.width} values per position"
             raise RequestError(what, wanted=wanted, got=width)
 
@@ -188,6 +195,23 @@ def require_labels(
             do="Check that tokenizer and model belong together",
         )
     return labels.long()
+
+
+def require_next(places: object, cache: Cache | None, inputs: Tensor | None) -> None:
+    """Refuse a `cache_position` (T,) that puts the inputs elsewhere than behind what is cached."""
+    if places is None or inputs is None:
+        return
+    start = 0 if cache is None else int(cache.get_seq_length())
+    wanted = list(range(start, start + inputs.shape[1]))
+    form = "a (length,) tensor of integers"
+    found = require_tensor(places, "cache_position", form, dims=(1,), holds="integers").tolist()
+    if found != wanted:
+        raise RequestError(
+            "cache_position is not where the inputs are cached: behind what is there",
+            wanted=f"{start} to {start + inputs.shape[1] - 1}",
+            got=shown(found),
+            do="Leave it out, and pass position_ids to say where they stand",
+        )
 
 
 def kept_positions(wanted: object, inputs: Tensor | None) -> slice | Tensor:

@@ -145,7 +145,7 @@ def generate(
             )
         return model.generate(seed=seed, tokenizer=tokenizer, **common)
     many, single = listed(prompts)
-    session = Session(model, tokenizer, many, options, seed, common)
+    session = Session(model, tokenizer, many, options, seed, common, gives_layers=True)
     results: dict[int, object] = {}
     errors: dict[int, Exception] = {}
     bar = progress_bar(progress, many, "prompts")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack, cast, final
 
 import torch
@@ -18,6 +17,7 @@ from everystep.adapters import (
     read_adding,
     read_loading,
 )
+from everystep.api.capabilities import CallName, Capability, can, capabilities
 from everystep.api.forward import forward
 from everystep.api.saving import Folder, Merged, Saving
 from everystep.api.subjects import Holder, OwnSubject, WrappedSubject
@@ -25,7 +25,7 @@ from everystep.bridge.core import ForeignModel
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.config import GenerationConfig
 from everystep.config.kinds import require as require_choice
-from everystep.drivers.custom import names_of, require_loop
+from everystep.drivers.custom import Loop
 from everystep.drivers.rectangle import generate
 from everystep.errors import ModelClassError, UnsupportedError
 from everystep.executors.base import Executor
@@ -39,6 +39,7 @@ from everystep.requests.arrays import require
 from everystep.requests.door import KEYWORDS, lists_options, sort
 from everystep.requests.features import PromptInput, require_distinct
 from everystep.requests.pictures import picture_names
+from everystep.requests.prompts import PromptLike
 from everystep.requests.rectangles import with_prompt
 from everystep.requests.subject import Subject
 from everystep.shown import counted, cut
@@ -445,8 +446,8 @@ class LanguageModel(LoopMethods, Subject):
         subject, of_loop = self._held, tuple[str, ...]()
         given = {**kwargs, **{name: one for name, one in spelled.items() if one is not None}}
         if custom_generate is not None:
-            loop = require_loop(custom_generate)
-            of_loop, given["custom_generate"] = names_of(loop), partial(loop, self)
+            given["custom_generate"] = loop = Loop.of(custom_generate, self)
+            of_loop = loop.names
         arguments = sort("rectangle", subject, given, of_loop)
         if inputs is not None:
             name = subject.core.source or "input_ids"
@@ -455,6 +456,39 @@ class LanguageModel(LoopMethods, Subject):
         if arguments.speech is not None:
             return transcribe(subject, arguments)
         return generate(subject, arguments)
+
+    def can(
+        self,
+        call: CallName,
+        *,
+        prompt: PromptLike | None = None,
+        tokenizer: object = None,
+        **keywords: object,
+    ) -> Capability:
+        """Return whether a call takes these keywords for this model, and if not, why.
+
+        `call`: "model.generate", "es.generate", "es.stream", "es.open" or "AsyncEngine". The answer
+        is that of the call itself, up to where it would compute; `prompt` is one of its prompts,
+        any short one unless given.
+
+        Example:
+
+            >>> bool(model.can("es.generate", num_beams=4))
+            True
+            >>> print(model.can("es.stream", use_cache=False))  # doctest: +ELLIPSIS
+            use_cache turns off a cache that many prompts are scheduled by...
+        """
+        return can(self, self._held, call, keywords, prompt, tokenizer)
+
+    def capabilities(self) -> dict[str, dict[str, Capability]]:
+        """Return what each call answers to each of the usual features, by name.
+
+        Example:
+
+            >>> bool(model.capabilities()["beam search"]["es.stream"])
+            True
+        """
+        return capabilities(self.can)
 
 
 def wrap(model: object) -> LanguageModel:

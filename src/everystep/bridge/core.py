@@ -190,6 +190,11 @@ class ForeignModel:
         return cache
 
     @property
+    def has_positions(self) -> bool:
+        """True if its forward takes position ids."""
+        return self.foreign.positions is not None
+
+    @property
     def source(self) -> str | None:
         """The name of what its encoder reads, if that is neither ids nor embeddings."""
         return self.foreign.source

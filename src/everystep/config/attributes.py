@@ -15,9 +15,9 @@ class FieldAttributes:
     """The attributes of a configuration, for type checkers."""
 
     max_length: int | None
-    max_new_tokens: int | None
+    max_new_tokens: int | Sequence[int] | None
     min_length: int | None
-    min_new_tokens: int | None
+    min_new_tokens: int | Sequence[int] | None
     early_stopping: bool | Literal["never"] | None
     max_time: float | None
     stop_strings: str | Sequence[str] | None
@@ -77,12 +77,13 @@ class FieldAttributes:
     token_healing: bool | None
     guidance_scale: float | None
     watermarking_config: Watermark | Mapping[str, Any] | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
+    presence_penalty: float | Sequence[float] | None
+    frequency_penalty: float | Sequence[float] | None
+    penalty_scope: Literal["all", "new"] | None
     logit_bias: Mapping[int, float] | None
-    dry_multiplier: float | None
-    dry_base: float | None
-    dry_allowed_length: int | None
+    dry_multiplier: float | Sequence[float] | None
+    dry_base: float | Sequence[float] | None
+    dry_allowed_length: int | Sequence[int] | None
     dry_sequence_breakers: Sequence[str | int] | None
     top_n_sigma: float | None
     xtc_probability: float | None

@@ -17,11 +17,11 @@ class FieldOptions(TypedDict, total=False):
 
     max_length: int | None
     """Ids in the whole sequence, prompt included, at most; 20 unless set."""
-    max_new_tokens: int | None
+    max_new_tokens: int | Sequence[int] | None
     """Generated ids at most; goes before max_length."""
     min_length: int | None
     """Ids in the whole sequence before it may end; 0 unless set."""
-    min_new_tokens: int | None
+    min_new_tokens: int | Sequence[int] | None
     """Generated ids before the sequence may end."""
     early_stopping: bool | Literal["never"] | None
     """When beams stop searching; False unless set."""
@@ -124,17 +124,19 @@ class FieldOptions(TypedDict, total=False):
     """Classifier-free guidance against a negative prompt."""
     watermarking_config: Watermark | Mapping[str, Any] | None
     """Mark the text so that it can be recognised."""
-    presence_penalty: float | None
+    presence_penalty: float | Sequence[float] | None
     """What every generated id loses; 0.0 unless set."""
-    frequency_penalty: float | None
+    frequency_penalty: float | Sequence[float] | None
     """What it loses each time it was generated; 0.0 unless set."""
+    penalty_scope: Literal["all", "new"] | None
+    """Ids that penalties count: all, or the new ones; None: as each has it."""
     logit_bias: Mapping[int, float] | None
     """{id: bias}, added whatever stands before."""
-    dry_multiplier: float | None
+    dry_multiplier: float | Sequence[float] | None
     """Cost of continuing a repetition; 0: none; 0.0 unless set."""
-    dry_base: float | None
+    dry_base: float | Sequence[float] | None
     """Factor of that cost per id that the repetition has; 1.75 unless set."""
-    dry_allowed_length: int | None
+    dry_allowed_length: int | Sequence[int] | None
     """Ids from which on a repetition costs; 2 unless set."""
     dry_sequence_breakers: Sequence[str | int] | None
     """Texts and ids that end every repetition."""

@@ -172,6 +172,11 @@ _ALL = (
     # None of these is a field of transformers, which ignores them in a file.
     Field("presence_penalty", kinds.PENALTY, "What every generated id loses.", 0.0),
     Field("frequency_penalty", kinds.PENALTY, "What it loses each time it was generated.", 0.0),
+    Field(
+        "penalty_scope",
+        one_of("all", "new"),
+        "Ids that penalties count: all, or the new ones; None: as each has it.",
+    ),
     Field("logit_bias", kinds.LOGIT_BIAS, "{id: bias}, added whatever stands before."),
     Field("dry_multiplier", kinds.NOT_NEGATIVE, "Cost of continuing a repetition; 0: none.", 0.0),
     Field(
@@ -225,7 +230,9 @@ _PER_ROW = frozenset(
     {
         *("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p"),
         *("epsilon_cutoff", "eta_cutoff", "repetition_penalty", "encoder_repetition_penalty"),
-        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "max_new_tokens"),
+        *("min_new_tokens", "presence_penalty", "frequency_penalty", "dry_multiplier"),
+        *("dry_base", "dry_allowed_length"),
     }
 )
 PER_ROW = tuple(field.name for field in _ALL if field.name in _PER_ROW)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, Literal
 
 from everystep.config.fields import FIELDS, OLD_CACHES
@@ -24,6 +25,10 @@ Level = Literal["impossible", "conflict", "notice"]
 
 EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
 """Fields that ask for more than ids."""
+
+
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Fields whose count of ids `penalty_scope` chooses."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,10 @@ def _beams(values: Values) -> bool:
 
 def _one_beam(values: Values) -> bool:
     return not _beams(values)
+
+
+def _unpenalised(values: Values) -> bool:
+    return not any(_differs(name)(values) for name in PENALTIES)
 
 
 def _groups(values: Values) -> bool:
@@ -152,6 +161,13 @@ _SAMPLING = (
         )
         for switch, names in _PARAMETERS.items()
         for name in names
+    ),
+    _notice(
+        "repetition_penalty",
+        "penalty_scope",
+        _both(_unpenalised, _is_set("penalty_scope")),
+        "penalty_scope has no effect without a penalty",
+        "Set repetition_penalty, presence_penalty or frequency_penalty, or leave penalty_scope out",
     ),
     _impossible(
         "temperature",
@@ -284,6 +300,11 @@ _SINGLE = (
     ),
 )
 
+
+def _shown(name: str) -> Test:
+    return _both(_truthy("return_dict_in_generate"), _truthy(name), _is_set("prefill_chunk_size"))
+
+
 _STATIC_CACHES = ("static", "offloaded_static", *OLD_CACHES)
 _CACHING = (
     *_no_effect(
@@ -307,6 +328,17 @@ _CACHING = (
         "cache_config has an effect on quantised caches only",
         "Set cache_implementation='quantized', or leave cache_config out",
     ),
+    *(
+        _notice(
+            name,
+            "prefill_chunk_size",
+            _shown(name),
+            f"prefill_chunk_size has no effect beside {name}: what is shown of a prompt is one "
+            "piece, so it is fed as one",
+            f"Leave prefill_chunk_size or {name} out",
+        )
+        for name in ("output_hidden_states", "output_attentions")
+    ),
 )
 
 
@@ -315,6 +347,14 @@ def _listed(value: Any) -> list[int]:
     if value is None:
         return []
     return [value] if isinstance(value, int) else list(value)
+
+
+def _unreachable(values: Values) -> bool:
+    """Return True where a row has to get more tokens than it may."""
+    least, most = (_listed(values[name]) for name in ("min_new_tokens", "max_new_tokens"))
+    by_row = len(least) > 1 < len(most)
+    pairs = zip(least, most, strict=False) if by_row else product(least, most)
+    return any(fewest > limit for fewest, limit in pairs)
 
 
 def _all_suppressed(name: str) -> Test:
@@ -356,7 +396,7 @@ _OTHERS = (
         "conflict",
         "max_new_tokens",
         "min_new_tokens",
-        lambda v: (v["min_new_tokens"] or 0) > (v["max_new_tokens"] or 2**62),
+        _unreachable,
         "min_new_tokens cannot be reached",
         "Raise max_new_tokens or lower min_new_tokens",
     ),

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
+from everystep.engine.collect import Captures, kept_rows
 from everystep.engine.decided import results_of
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import shown
+from everystep.nn.modes import ordinary_mode
 from everystep.outputs import TokenLogprobs
 from everystep.requests.options import Options
 from everystep.requests.prompts import TokenizerLike
@@ -18,6 +23,8 @@ from everystep.strategies.beams import NOTHING
 from everystep.text import Trimmer
 from everystep.types import Finished, FinishReason, Group, Request
 
+Shown = tuple[tuple[Tensor, ...], ...]
+"""A tensor per layer, for each token."""
 _HEAD = ("text", "tokens", "ended by", "score", "prompt tokens", "cached")
 
 
@@ -27,8 +34,10 @@ class Generated:
 
     `cached_tokens` of the `prompt_tokens` were not fed for it: they came from a `Prefix`, or from a
     row of another prompt that begins alike. `logprobs` of its tokens and `prompt_logprobs` of its
-    prompt's where they were asked for. Where the reason is an error, the text and the ids are as
-    far as they came.
+    prompt's where they were asked for. So are `hidden_states` and `attentions`: for each token, by
+    layer, (T, E) and (H, T, S) of the positions that were fed before it, the whole prompt for the
+    first; of the decoder where an encoder reads the prompt. Where the reason is an error, the text
+    and the ids are as far as they came.
     """
 
     text: str
@@ -39,6 +48,8 @@ class Generated:
     cached_tokens: int = 0
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
+    hidden_states: Shown | None = field(default=None, repr=False, compare=False)
+    attentions: Shown | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         scored = f"score={self.score:.4g}, " if self.score else ""  # only some strategies give one
@@ -81,10 +92,11 @@ class Results(list[object]):
 @dataclass(frozen=True, slots=True)
 class Reply:
     """The form in which a prompt is answered: by the options it was asked with, as text where there
-    is a tokenizer."""
+    is a tokenizer. `captures`: what layers showed, where that is kept."""
 
     options: Options
     tokenizer: TokenizerLike | None
+    captures: Captures | None = None
 
     def generated(self, group: Group) -> list[Generated]:
         """Return the results of a group that has ended.
@@ -102,8 +114,11 @@ class Reply:
         length, wants = group.request.prompt.length, group.request.wants
         of_prompt = None if wants.prompt_logprobs is None else prompt_logprobs(group)
         trim = self.trim(group.request)
+        strategy, name = group.request.strategy, group.request.request_id
+        kept = {} if self.captures is None else self.captures.taken(name)
+        in_rows = kept_rows(strategy) == strategy.width
         results = []
-        for done in finished:
+        for number, done in enumerate(finished):
             ids = done.tokens.tolist()
             text = self.text(ids)
             if trim is not None:
@@ -112,7 +127,10 @@ class Reply:
             known = None if asked is None else choice_logprobs(done.memo, len(ids))
             counts = length, group.cached_tokens
             found = done.reason, done.score, *counts, known, of_prompt
-            results.append(Generated(text, tuple(ids), *found))
+            answers = kept.get(done.index if in_rows else number, [])[: len(ids)]
+            layers = _shown([one.layers for one in answers]) if wants.layers else None
+            weights = _shown([one.attentions for one in answers]) if wants.attentions else None
+            results.append(Generated(text, tuple(ids), *found, layers, weights))
         return results
 
     def failed(self, error: Exception, tokens: Iterable[int] = (), prompt: int = 0) -> Generated:
@@ -153,3 +171,9 @@ class Reply:
         if self.tokenizer is None:
             return ""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def _shown(answers: Iterable[tuple[Tensor, ...] | None]) -> Shown:
+    """Return tensors that callers may change and learn from, as those of inference mode forbid."""
+    with ordinary_mode(), torch.no_grad():
+        return tuple(tuple(one.clone() for one in layers or ()) for layers in answers)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from everystep.cache.containers import Cache
 from everystep.drivers.complete import completed
-from everystep.drivers.custom import refuse_unseen, require_loop, run_loop
+from everystep.drivers.custom import Loop, refuse_unseen, run_loop
 from everystep.drivers.driver import Driver, Mailbox, freed
 from everystep.engine import Engine, Lockstep
 from everystep.engine.collect import Collector
@@ -50,27 +50,32 @@ def generate(model: Subject, given: Arguments) -> Any:
 
     `given`: what was passed to `model.generate`.
     """
-    beside = given.beside
-    streamer = beside.streamer
-    if streamer is not None:
-        require("streamer", streamer, "put", "end")
-    loop = None if beside.custom_generate is None else require_loop(beside.custom_generate)
-    options, inputs, past = read_call(model, given)
-    call = prepare(model, options, inputs, past, "lockstep" if loop is None else "loop")
-    if loop is not None:
-        refuse_unseen(call)
+    call, loop, delivery = planned(model, given)
     notices = call.options.effective.notices
-    if given.prompt.attention_mask is None and inputs.batch > 1:
-        notices += _padding_notices(given.prompt.input_ids, options.ends)
+    if given.prompt.attention_mask is None and call.inputs.batch > 1:
+        notices += _padding_notices(given.prompt.input_ids, call.options.ends)
     for notice in notices:
         warnings.warn(notice, stacklevel=3)
-    delivery = None if streamer is None else _delivery(call, streamer)
     with inference_mode():
         call = completed(model, call)
         if loop is None:
             return _run(model, call, delivery, given.prompt.past_key_values)
     with torch.no_grad():
         return run_loop(model, call, loop, given)
+
+
+def planned(model: Subject, given: Arguments) -> tuple[Call, Loop | None, Delivery | None]:
+    """Return a call of which nothing is computed yet, the caller's loop, and who follows."""
+    streamer, loop = given.beside.streamer, given.beside.custom_generate
+    if streamer is not None:
+        require("streamer", streamer, "put", "end")
+    options, inputs, past = read_call(model, given)
+    if not isinstance(loop, Loop):
+        call = prepare(model, options, inputs, past, "lockstep")
+        return call, None, None if streamer is None else _delivery(call, streamer)
+    call = prepare(model, options, inputs, past, "loop")
+    refuse_unseen(call, loop)
+    return call, loop, None if streamer is None else _delivery(call, streamer)
 
 
 def read_call(model: Subject, given: Arguments) -> tuple[Options, Inputs, Cache | None]:
@@ -137,11 +142,9 @@ def _run(model: Subject, call: Call, delivery: Delivery | None, passed: object) 
         captures=call.captures,
         windows=model.windows if returned is not None else (),
     )
-    # What the layers of a prompt show is one piece, so it is fed as one piece where that is wanted;
-    # and without a cache nothing of an earlier chunk would be left.
-    whole = collector.captures or not cached
-    chunk: int | None = None if whole else e.prefill_chunk_size
-    if call.options.recording.prompt_logprobs is not None and not whole:
+    # Without a cache nothing of an earlier chunk would be left.
+    chunk: int | None = e.prefill_chunk_size if cached else None
+    if call.options.recording.prompt_logprobs is not None and cached:
         most = max(1, _READ_OUT // call.inputs.batch)
         chunk = min(most, chunk or most)
     lockstep = Lockstep(chunk=chunk, shares=cached)

@@ -13,17 +13,25 @@ from itertools import islice
 
 import torch
 
-from everystep.config import FIELDS, META, ChatDefaults, GenerationConfig, is_configuration
+from everystep.config import (
+    FIELDS,
+    META,
+    ChatDefaults,
+    Effective,
+    GenerationConfig,
+    is_configuration,
+)
 from everystep.config.kinds import POSITIVE
 from everystep.draws import seed_of
 from everystep.drivers.complete import completed
 from everystep.drivers.driver import Driver, Mailbox, is_data, reopen_after_fork, shared_driver
 from everystep.drivers.generated import Reply
 from everystep.engine import Continuous, Engine, Reuse
-from everystep.errors import EverystepError, RequestError, shown
+from everystep.engine.collect import Captures
+from everystep.errors import EverystepError, RequestError, UnsupportedError, shown
 from everystep.models.model import Model
 from everystep.nn.modes import inference_mode
-from everystep.requests.absent import refuse_argument, refuse_rectangular
+from everystep.requests.absent import OF_LAYERS, OF_STEPS, refuse_argument, refuse_rectangular
 from everystep.requests.caches import row_quantization
 from everystep.requests.door import KEYWORDS, NOTHING_BESIDE, PromptValues, sort
 from everystep.requests.inputs import Inputs
@@ -42,12 +50,14 @@ from everystep.requests.rectangles import read_inputs, require_guided, with_nega
 from everystep.requests.strategies import strategy_of
 from everystep.requests.subject import Subject
 from everystep.stops.ends import moment
+from everystep.strategies import BestOf
 from everystep.types import Event, Group, Request
 from everystep.types.request import Strategy
 
 OptionsLike = Mapping[str, object] | GenerationConfig
 
 _ROWS = 32
+_OBSERVED = frozenset(("layers", "attentions"))  # needs of requests that show their layers
 _INSIDE = _ROWS + 8  # prompts in an engine: the fewer wait there, the sooner come other threads'
 _TOKEN_BUDGET = 1024
 _NOTHING_TO_TRIM = (
@@ -69,7 +79,8 @@ class Session:
     prompt's number come the draws of each prompt, and from nothing else; without it one is taken
     from torch's global generator. Several are one per prompt, in their order. `gives_events`: a
     stream, whose events have room for log-probabilities. `gives_steps`: a run, whose steps have
-    room for all that the output object of `model.generate` has. `shares`: its engines may be those
+    room for all that the output object of `model.generate` has. `gives_layers`: results have room
+    for what layers show. `shares`: its engines may be those
     of other calls. `scheduler`: makes those of its engines, which otherwise have room for any
     prompt. `chat`: the defaults that hold for a prompt that was read elsewhere. Everything about
     the options is checked here, before any compute.
@@ -89,6 +100,7 @@ class Session:
         *,
         gives_events: bool = False,
         gives_steps: bool = False,
+        gives_layers: bool = False,
         shares: bool = True,
         scheduler: Callable[[], Continuous] | None = None,
         chat: ChatDefaults | None = None,
@@ -98,6 +110,8 @@ class Session:
         self._conversations = set() if chat is None else {0}  # numbers of prompts
         self._gives_events = gives_events or gives_steps
         self._gives_steps = gives_steps
+        self._carried = OF_STEPS if gives_steps else OF_LAYERS if gives_layers else ()
+        self._captures = Captures()
         self.tokenizer = tokenizer
         self._cut = False
         self._mark = os.urandom(8).hex()  # of this call among others
@@ -122,6 +136,7 @@ class Session:
         self._shares = shares and scheduler is None and is_data((common, options))
         self._drivers: dict[frozenset[str], Driver] = {}
         self._seen = Seen()
+        self._away: tuple[object, bool, PromptValues | None] = None, True, None
         self.open_locks()
         reopen_after_fork(self)
 
@@ -148,8 +163,10 @@ class Session:
         chat = self._chat if in_chat else None
         options = read_options(self._model, asked, self.tokenizer, chat)
         if options.effective.caller:
-            refuse_rectangular(options.effective, in_steps=self._gives_steps)
-        _strategy(options)  # which raises if none does what is asked for
+            refuse_rectangular(options.effective, self._carried)
+        strategy = _strategy(options)  # which raises if none does what is asked for
+        if self._carried == OF_LAYERS:
+            _require_own_rows(options.effective, strategy)
         if not self._gives_events and options.recording is not NO_RECORDING:
             require_output_object(options.recording, options.effective)
         seed, beside = options.seed, asked.beside
@@ -207,7 +224,7 @@ class Session:
 
     def reply(self, index: int) -> Reply:
         """Return how the prompt of this number is answered."""
-        return Reply(self._options_of(index), self.tokenizer)
+        return Reply(self._options_of(index), self.tokenizer, self._captures)
 
     def _options_of(self, index: int) -> Options:
         """Return what is asked for the prompt of this number."""
@@ -235,7 +252,8 @@ class Session:
         """Return the request of a prompt that is a call of its own, with options of its own."""
         if options.seed is None:
             options = replace(options, seed=self._seed_for(index, alone=True))
-        (request,) = self._call(self._passed(prompt, options), options, 0).requests
+        planned = self._planned(self._passed(prompt, options), options, 0)
+        (request,) = self._completed(planned).requests
         return replace(request, request_id=str(index))
 
     def read(self, prompt: PromptLike, index: int) -> PromptValues:
@@ -252,22 +270,35 @@ class Session:
         passed = read_prompt(*own, prompt, starts_answer=begins, prefix=prefix)
         if options.negative_prompt is None:
             return passed
-        away = read_negative(*own, options.negative_prompt, starts_answer=begins)
+        away = self._negative(options.negative_prompt, starts_answer=begins)
         return replace(
             passed,
             negative_prompt_ids=away.input_ids,
             negative_prompt_attention_mask=away.attention_mask,
         )
 
-    def prepared(self, passed: PromptValues, index: int) -> Call:
-        """Return the call of one prompt, read already, that has this number, with everything but
-        its tokens decided and computed."""
+    def _negative(self, prompt: object, *, starts_answer: bool) -> PromptValues:
+        """Return what is guided away from, read once where prompts have it in common."""
+        known, begun, read = self._away
+        if known is not prompt or begun is not starts_answer or read is None:
+            own = self._model, self.tokenizer
+            read = read_negative(*own, prompt, starts_answer=starts_answer)
+            self._away = prompt, starts_answer, read
+        return read
+
+    def planned(self, passed: PromptValues, index: int) -> Call:
+        """Return the call of one prompt, read already, that has this number, with everything
+        decided and nothing computed."""
         options = self._options_of(index)
         if options.seed is None:
             options = replace(options, seed=self._seed_for(index, alone=False))
-        return self._call(passed, options, index)
+        return self._planned(passed, options, index)
 
-    def _call(self, passed: PromptValues, options: Options, number: int) -> Call:
+    def prepared(self, passed: PromptValues, index: int) -> Call:
+        """Return the same with everything computed but its tokens."""
+        return self._completed(self.planned(passed, index))
+
+    def _planned(self, passed: PromptValues, options: Options, number: int) -> Call:
         read = read_inputs(self._model, passed, options.ends, options.prefix)
         inputs: Inputs = replace(read, number=number)
         if passed.negative_prompt_ids is not None:
@@ -278,9 +309,13 @@ class Session:
         require_unfilled(before + inputs.prompt_width, self._model)
         with inference_mode():
             call = prepare(self._model, options, inputs)
-            for notice in call.options.effective.notices:
-                if notice not in options.effective.notices:
-                    warnings.warn(notice, stacklevel=4)
+        for notice in call.options.effective.notices:
+            if notice not in options.effective.notices:
+                warnings.warn(notice, stacklevel=5)
+        return call
+
+    def _completed(self, call: Call) -> Call:
+        with inference_mode():
             return completed(self._model, call, self._seen)
 
     def _seed_for(self, index: int, *, alone: bool) -> int | tuple[int, ...]:
@@ -298,7 +333,7 @@ class Session:
         unless an object of the caller's takes part.
         """
         needs = request.needs
-        if needs <= self._plain.engine.executor.abilities:
+        if not needs & _OBSERVED and needs <= self._plain.engine.executor.abilities:
             return self._plain
         return self._driver_for(needs)
 
@@ -321,9 +356,10 @@ class Session:
         def engine() -> Engine:
             executor = model.executor(needs, quantization=quantization)
             own = Continuous(max(_TOKEN_BUDGET, rows), rows, reuse=Reuse(KEPT))
-            return Engine(executor, own if self._scheduler is None else self._scheduler())
+            scheduler = own if self._scheduler is None else self._scheduler()
+            return Engine(executor, scheduler, (self._captures,) if needs & _OBSERVED else ())
 
-        if not self._shares or not isinstance(core, Model):
+        if needs & _OBSERVED or not self._shares or not isinstance(core, Model):
             return Driver(engine())
         alike = (model.executor_name, model.cache_dtype, torch.get_num_threads())
         return shared_driver(core, (needs, quantization, rows, *alike), engine)
@@ -374,6 +410,18 @@ class Session:
         for notice in self.reply(index).cut(group):
             self._cut = True
             warnings.warn(notice, stacklevel=depth)
+
+
+def _require_own_rows(e: Effective, strategy: Strategy) -> None:
+    """Refuse to show layers of a search, whose hypotheses change their rows from step to step."""
+    asked = [name for name in OF_LAYERS if e[name]]
+    if asked and not (strategy.streams or isinstance(strategy, BestOf)):
+        raise UnsupportedError(
+            f"{asked[0]} shows the rows of a search step by step, and a result is one hypothesis",
+            wanted="greedy decoding, sampling or contrastive search",
+            got=shown(strategy),
+            do="Call model.generate, whose steps show every row",
+        )
 
 
 def _any_over(boxes: Sequence[Mailbox]) -> bool:

@@ -21,6 +21,35 @@ from everystep.types import Answer, Children
 from everystep.types.request import Strategy
 
 
+class Captures:
+    """Keeps what the positions before each token showed, of sequences that come and go.
+
+    A request is known by its name, and its sequences by their rows, as callers get them.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, dict[int, list[Answer]]] = {}
+
+    def __call__(self, record: StepRecord) -> None:
+        """Rows of drafts that were not accepted are left out, and what is fed again."""
+        scored, layout = record.scored, record.scored.layout
+        if not record.captures:
+            return
+        accepted, rows = _accepted(scored, record.children), _kept_rows(scored, record.children)
+        for s, (start, answer) in record.captures.items():
+            if rows[s] < 0:
+                continue
+            name = scored.groups[layout.group_of[s]].request.request_id
+            kept = self._kept.setdefault(name, {}).setdefault(int(rows[s]), [])
+            read = 1 + len(layout.drafts[s])
+            shown = _per_token(start == 0, answer, read, accepted[s], begun=bool(kept))
+            kept += [one for _, one in shown]
+
+    def taken(self, name: str) -> dict[int, list[Answer]]:
+        """Return what is kept of a request, by row an answer for each token, and forget it."""
+        return self._kept.pop(name, {})
+
+
 @dataclass(slots=True)
 class Collector:
     """Keeps, per slot and in order, what each generated token was chosen from.
@@ -54,9 +83,7 @@ class Collector:
         scored, children = record.scored, record.children
         layout, first = scored.layout, scored.layout.first
         scores = scored.scores.whole().values if self.scores else None
-        # One row led to a token, or more where drafts stood.
-        accepted = np.ones(len(layout.sequences), dtype=np.int64)
-        np.maximum.at(accepted, children.parent, children.counts)
+        accepted = _accepted(scored, children)
         kept = _kept_rows(scored, children)
         for s in np.flatnonzero(kept >= 0).tolist():
             slot = scored.groups[layout.group_of[s]].rank * self.width + int(kept[s])
@@ -134,6 +161,13 @@ def kept_rows(strategy: Strategy) -> int:
     return strategy.returns if strategy.streams else strategy.width
 
 
+def _accepted(scored: Scored, children: Children) -> np.ndarray:
+    """(S,) how many rows of each sequence led to tokens: one, or more where drafts stood."""
+    accepted = np.ones(len(scored.layout.sequences), dtype=np.int64)
+    np.maximum.at(accepted, children.parent, children.counts)
+    return accepted
+
+
 def _kept_rows(scored: Scored, children: Children) -> np.ndarray:
     """(S,) which of its request's rows each sequence is kept in, -1 for none."""
     strategy, layout = scored.groups[0].request.strategy, scored.layout
@@ -167,14 +201,17 @@ def _in_window(attention: Tensor, window: int | None) -> Tensor:
 
 
 def _per_token(
-    whole: bool, answer: Answer, rows: int, accepted: int
+    whole: bool, answer: Answer, rows: int, accepted: int, *, begun: bool = False
 ) -> Iterator[tuple[bool, Answer]]:
-    """The answer for each accepted row: `rows` of the positions, the last ones, were read out."""
+    """The answer for each accepted row: `rows` of the positions, the last ones, were read out.
+
+    `begun`: earlier tokens are known, so that further positions were fed again.
+    """
     own = answer.layers or answer.attentions or ()
     count = own[0].shape[-2]
     for i in range(accepted):
         last = count - rows + 1 + i
-        yield whole and i == 0, _cut(answer, last - 1 if i else 0, last, count - last)
+        yield whole and i == 0, _cut(answer, last - 1 if i or begun else 0, last, count - last)
 
 
 def _cut(answer: Answer, first: int, last: int, after: int) -> Answer:

@@ -42,13 +42,16 @@ _CHOICES = remembered("logprobs", Annotated[Chain, Likelihood])
 
 
 def likelihoods(logits: Tensor, tokens: np.ndarray, best: int) -> list[Likelihood]:
-    """(R, V) logits and the (R,) tokens that followed -> one likelihood per row; a prompt's ids
-    beyond the vocabulary are impossible."""
+    """(R, V) logits and the (R,) tokens that followed -> one likelihood per row.
+
+    A prompt's ids beyond the vocabulary are impossible, and of -1, for none, nothing is known.
+    """
     logits = logits.to(torch.float32)
     total = torch.logsumexp(logits, dim=-1, keepdim=True)
     given = torch.tensor(tokens).to(logits.device)[:, None]
-    known = (logits.gather(1, given.clamp(max=logits.shape[1] - 1)) - total)[:, 0]
-    chosen = known.where(given[:, 0] < logits.shape[1], -torch.inf).tolist()
+    known = (logits.gather(1, given.clamp(0, logits.shape[1] - 1)) - total)[:, 0]
+    known = known.where(given[:, 0] < logits.shape[1], -torch.inf)
+    chosen = known.where(given[:, 0] >= 0, torch.nan).tolist()
     top = torch.topk(logits, min(best, logits.shape[1]))
     values, ids = (top.values - total).cpu().numpy(), top.indices.cpu().numpy()
     return [Likelihood(*row) for row in zip(tokens.tolist(), chosen, ids, values, strict=True)]
@@ -93,9 +96,11 @@ def prompt_rows(group: Group, start: int, count: int) -> range:
 
 def with_prompt(group: Group, positions: range, logits: Tensor) -> tuple[Likelihood, ...]:
     """Add to what is known of the group's prompt how likely the ids after these positions are; (R,
-    V) `logits` of the positions."""
+    V) `logits` of the positions. A prompt of embeddings has no ids."""
     ids, best = group.request.prompt.ids, group.request.wants.prompt_logprobs or 0
-    followed = ids[positions.start + 1 : positions.stop + 1]  # type: ignore[index]
+    followed = np.full(len(positions), -1)
+    if ids is not None:
+        followed = ids[positions.start + 1 : positions.stop + 1]
     return (*(group.prompt_known or ()), *likelihoods(logits, followed, best))
 
 

@@ -261,9 +261,11 @@ def _usable(group: Group, left: int, *, first: bool) -> int:
 
 
 def _is_whole(group: Group) -> bool:
-    """Tell whether it has yet to feed a prompt that is never fed in pieces."""
-    prompt = group.request.prompt
-    return bool(prompt.whole) and any(one.cached < prompt.length for one in group.live)
+    """Tell whether it has yet to feed a prompt that is never fed in pieces, as its parts belong
+    together, or what layers show of it is one piece."""
+    prompt, wants = group.request.prompt, group.request.wants
+    whole = bool(prompt.whole) or wants.layers or wants.attentions
+    return whole and any(one.cached < prompt.length for one in group.live)
 
 
 def _has_rows(group: Group) -> bool:

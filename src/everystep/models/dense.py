@@ -157,7 +157,7 @@ def dense_states(
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     inputs_embeds: Tensor | None,
-    decoder_input_ids: Tensor | None,
+    decoded: Tensor | None,
     cache: Cache | None,
     kept: slice | Tensor,
     decoder_attention_mask: Tensor | None = None,
@@ -165,10 +165,13 @@ def dense_states(
     heard: Heard | None = None,
     declared: Mapping[str, Placed] | None = None,
 ) -> Tensor:
-    """Return (B, n, E) normalised hidden states of positions `kept`; see `Model.forward`."""
+    """Return (B, n, E) normalised states of positions `kept`; see `Model.forward`.
+
+    `decoded`: the ids (B, T), or embeddings (B, T, E), of a decoder beside an encoder.
+    """
     start = 0 if cache is None else int(cache.get_seq_length())
     across, across_seen = None, None
-    if decoder_input_ids is not None:
+    if decoded is not None:
         across, mask = _held_across(cache), attention_mask
         if across is None:
             across, across_seen = _encoded(network, ids, mask, inputs_embeds, encoder_states)
@@ -176,7 +179,10 @@ def dense_states(
         else:
             keys, _ = across[0]
             across_seen = _seen((keys.shape[0], keys.shape[2]), mask, keys.device)
-        hidden = embedded(network, decoder_input_ids, "decoder_input_ids")
+        if decoded.dim() == 3:
+            hidden = decoded.to(network.device, network.dtype)
+        else:
+            hidden = embedded(network, decoded, "decoder_input_ids")
         attention_mask = decoder_attention_mask
     else:
         hidden = _hidden(network, ids, inputs_embeds, source=False)

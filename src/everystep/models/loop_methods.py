@@ -20,6 +20,8 @@ class LoopMethods:
     """Methods of a model for a loop that is passed as `custom_generate`."""
 
     module: Any
+    core: Any
+    is_encoder_decoder: bool
 
     def prepare_inputs_for_generation(
         self,
@@ -48,16 +50,19 @@ class LoopMethods:
                 **kwargs,
             )
             return found
-        count = next_sequence_length
-        if count is None and past_key_values is not None and attention_mask is not None:
-            count = attention_mask.shape[1] - past_key_values.get_seq_length()
-        embedded = inputs_embeds is not None and is_first_iteration
+        count, encodes = next_sequence_length, self.is_encoder_decoder
+        if count is None and past_key_values is not None:
+            whole = input_ids if encodes else attention_mask
+            count = None if whole is None else whole.shape[1] - past_key_values.get_seq_length()
+        embedded = inputs_embeds is not None and is_first_iteration and not encodes
         read = inputs_embeds if embedded and inputs_embeds is not None else input_ids
         read = read if count is None else read[:, -count:]
-        found = {"inputs_embeds" if embedded else "input_ids": read.clone()}
+        name = "decoder_input_ids" if encodes else "inputs_embeds" if embedded else "input_ids"
+        found = {name: read.clone()}
         if attention_mask is not None:
             found["attention_mask"] = attention_mask
-            if kwargs.get("position_ids") is None and not attention_mask.all():
+            counts = self.core.has_positions and kwargs.get("position_ids") is None
+            if counts and not attention_mask.all():
                 kwargs["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         for name in _PER_POSITION:
             if kwargs.get(name) is not None:
@@ -82,10 +87,10 @@ class LoopMethods:
             return found
         if (cache := getattr(outputs, "past_key_values", None)) is not None:
             model_kwargs["past_key_values"] = cache
-        if (mask := model_kwargs.get("attention_mask")) is not None:
-            model_kwargs["attention_mask"] = torch.cat(
-                [mask, mask.new_ones(len(mask), num_new_tokens)], dim=-1
-            )
+        name = "decoder_attention_mask" if is_encoder_decoder else "attention_mask"
+        if (mask := model_kwargs.get(name)) is not None:
+            more = mask.new_ones(len(mask), num_new_tokens)
+            model_kwargs[name] = torch.cat([mask, more], dim=-1)
         if (types := model_kwargs.get("token_type_ids")) is not None:
             model_kwargs["token_type_ids"] = torch.cat([types, types[:, -num_new_tokens:]], dim=-1)
         if (places := model_kwargs.get("position_ids")) is not None:

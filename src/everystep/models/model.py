@@ -156,6 +156,7 @@ class Model:
         inputs_embeds: Tensor | None = None,
         *,
         decoder_input_ids: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
         cache: Cache | None = None,
         kept: slice | Tensor = slice(None),
         decoder_attention_mask: Tensor | None = None,
@@ -171,7 +172,8 @@ class Model:
         `attention_mask` (B, S + T) hides padding on any side. Positions are S..S+T-1 unless given,
         as (B, T) or (axes, B, T), as in transformers' `forward`. With an encoder these describe
         what it reads, which a cache may hold already, and the logits are those of
-        `decoder_input_ids` (B, T), whose mask (B, S + T) is `decoder_attention_mask`.
+        `decoder_input_ids` (B, T), or of `decoder_inputs_embeds` (B, T, E) in their place, whose
+        mask (B, S + T) is `decoder_attention_mask`.
         `encoder_states` (B, S, E) stand in the place of what an encoder would read, `sounds` (B,
         channels, frames) are what one reads that listens. Where there is neither mask nor cache,
         positions that do not go on by one begin another sequence in the same row, which sees
@@ -182,7 +184,14 @@ class Model:
         the weights are plain; raise UnsupportedError where a gradient would have to pass through
         packed ones.
         """
-        if self.network.encodes != (decoder_input_ids is not None):
+        decoded = decoder_input_ids
+        if decoder_inputs_embeds is not None:
+            if decoder_input_ids is not None or not self.network.encodes:
+                what = "decoder_inputs_embeds stand for decoder_input_ids beside an encoder"
+                wanted = "one of the two" if self.network.encodes else "neither, without an encoder"
+                raise RequestError(what, wanted=wanted, do="Leave decoder_inputs_embeds out")
+            decoded = decoder_inputs_embeds
+        if self.network.encodes != (decoded is not None):
             raise RequestError(
                 "decoder_input_ids belong to models with an encoder, and only to them",
                 wanted="decoder_input_ids" if self.network.encodes else "none",
@@ -201,7 +210,7 @@ class Model:
             attention_mask,
             position_ids,
             inputs_embeds,
-            decoder_input_ids,
+            decoded,
             cache,
             kept,
             decoder_attention_mask,

@@ -7,10 +7,12 @@ The formula is the one that the readout uses.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from everystep.config.kinds import NUMBER, POSITIVE, SIZE, integer, number, require
@@ -98,6 +100,43 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
         logits = getattr(output, "logits", None)
         require(isinstance(logits, Tensor), "model", "one that returns logits", output)
         return cast(Tensor, logits)
+
+
+class LoopGuidance(LogitsProcessor):
+    """Guides the rows of a caller's loop away from prompts of their own.
+
+    `read`: returns what the model makes of (R, T) ids, beside (R, S + T) which of all are no
+    padding, after the S positions of a cache. `ids`, `real`: (R, T) the prompts and what is no
+    padding of them; `length`: how many ids the loop begins with. What was read is kept, and read
+    again where a loop has reordered its rows or taken ids back.
+    """
+
+    def __init__(
+        self,
+        scale: float,
+        read: Callable[[Tensor, Tensor, Any], Any],
+        ids: Tensor,
+        real: Tensor,
+        length: int,
+    ) -> None:
+        self.scale, self._read = scale, read
+        self._ids, self._real, self._length = ids, real, length
+        self._held = ids[:, :0]
+        self._past: Any = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Process (R, V) scores of (R, T) ids -> (R, V)."""
+        new = input_ids[:, self._length :].to(self._ids)
+        line, real = (
+            torch.cat([self._ids, new], dim=1),
+            F.pad(self._real, (0, new.shape[1]), value=1),
+        )
+        held = self._held.shape[1]
+        if self._past is None or held >= line.shape[1] or not line[:, :held].equal(self._held):
+            self._past, held = None, 0
+        output = self._read(line[:, held:], real, self._past)
+        self._past, self._held = output.past_key_values, line
+        return guided(scores, output.logits[:, -1].to(scores), self.scale)
 
 
 @dataclass(frozen=True)

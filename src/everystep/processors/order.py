@@ -102,7 +102,12 @@ def _diversity(kind: Any, value: Any, values: Values, facts: Facts) -> Processor
 
 
 def _occurrence(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
-    return kind(values["presence_penalty"], values["frequency_penalty"])
+    every = values["penalty_scope"] == "all"
+    return kind(values["presence_penalty"], values["frequency_penalty"], every)
+
+
+def _repetition(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
+    return kind(value, facts.prompt_length if values["penalty_scope"] == "new" else None)
 
 
 def _dry(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
@@ -205,7 +210,7 @@ BEFORE: Slots = {
     bias.LogitBias: (_logit_bias, "logit_bias"),
     HammingDiversityLogitsProcessor: (_diversity, "diversity_penalty"),
     repetition.EncoderRepetitionPenaltyLogitsProcessor: (_encoder, "encoder_repetition_penalty"),
-    repetition.RepetitionPenaltyLogitsProcessor: (_alone, "repetition_penalty"),
+    repetition.RepetitionPenaltyLogitsProcessor: (_repetition, "repetition_penalty"),
     repetition.OccurrencePenalty: (_occurrence, "presence_penalty", "frequency_penalty"),
     repetition.Dry: (_dry, "dry_multiplier"),
     repetition.NoRepeatNGramLogitsProcessor: (_alone, "no_repeat_ngram_size"),

@@ -194,14 +194,16 @@ def _banned_each(scores: Tensor, following: list[tuple[int, ...]]) -> Edit | Non
 
 @dataclass(frozen=True)
 class OccurrencePenalty(Overwriting):
-    """Generated ids lose `presence` once and `frequency` per occurrence; the prompt does not count.
+    """Generated ids lose `presence` once and `frequency` per occurrence.
 
-    In calls by hand every id counts. Negative values favour repetition. Source: `presence_penalty`
-    and `frequency_penalty` of the OpenAI API, counted over generated ids as vLLM does.
+    `prompt`: whether those of the prompt do too; in calls by hand every id does. Negative values
+    favour repetition. Source: `presence_penalty` and `frequency_penalty` of the OpenAI API, counted
+    over generated ids as vLLM does.
     """
 
     presence: Numbers = 0.0
     frequency: Numbers = 0.0
+    prompt: bool = False
 
     per_row = (
         Argument("presence", PENALTY, "presence_penalty"),
@@ -209,7 +211,10 @@ class OccurrencePenalty(Overwriting):
     )
 
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
-        known = [_generated(rows, r, scores.shape[-1]) for r in range(len(rows))]
+        asked = [sequence.request for sequence in rows.sequences]
+        starts = [one.pad_prefix if self.prompt else one.prompt_visible for one in asked]
+        size = scores.shape[-1]
+        known = [_counted(rows, r, start, size) for r, start in enumerate(starts)]
         times = [counts for _, counts in known]
 
         def lowered(old: Any, stretch: Stretch) -> Any:
@@ -220,12 +225,12 @@ class OccurrencePenalty(Overwriting):
         return revised(scores, stretches([tokens for tokens, _ in known], scores), lowered)
 
 
-def _generated(rows: Rows, r: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids below `size` that row r's sequence generated, each once, and how often.
+def _counted(rows: Rows, r: int, start: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids below `size` that row r holds from `start` on, each once, and how often.
 
     These are copies.
     """
-    memory = remembered(rows, r, Occurrences, rows.sequences[r].request.prompt_visible)
+    memory = remembered(rows, r, Occurrences, start)
     inside = memory.tokens < size
     return memory.tokens[inside], memory.counts[inside]
 

@@ -145,6 +145,14 @@ ARGUMENTS = {
         _NOT_READ.format("encoded images"),
         "Pass their embeddings among inputs_embeds",
     ),
+    "decoder_inputs_embeds": (
+        "is not read: the first ids of a decoder stand in what is returned, in transformers too",
+        "Pass decoder_input_ids, or call the model itself with decoder_inputs_embeds",
+    ),
+    "cache_position": (
+        "is not read: what comes next is kept behind what is there",
+        "Leave it out, or pass position_ids to say where a prompt stands",
+    ),
     "synced_gpus": (
         _NOT_YET.format("stepping together with other processes"),
         "Let every process generate by itself: here none waits for another",
@@ -225,7 +233,13 @@ ALONE = {
         ("output_scores", "output_logits"),
         (_OF_RECTANGLES, "Call model.generate, or set logprobs=5"),
     ),
-    **dict.fromkeys(("output_hidden_states", "output_attentions"), (_OF_RECTANGLES, _CALL)),
+    **dict.fromkeys(
+        ("output_hidden_states", "output_attentions"),
+        (
+            "is part of the output object of model.generate and es.generate, and not of an event",
+            "Leave {} out, or call es.generate",
+        ),
+    ),
     "use_cache": ("turns off a cache that many prompts are scheduled by", _CALL),
     "prefill_chunk_size": ("is chosen by the scheduler, for all prompts together", _CALL),
     **dict.fromkeys(
@@ -236,7 +250,9 @@ ALONE = {
 """Fields of `model.generate` that texts and events have no place for -> why, and what to do."""
 
 
-OF_STEPS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
+OF_LAYERS = ("output_hidden_states", "output_attentions")
+"""Those of them that one result of `es.generate` carries."""
+OF_STEPS = ("output_scores", "output_logits", *OF_LAYERS)
 """Those of them that a step of a run carries."""
 
 
@@ -262,15 +278,14 @@ def refuse_fields(effective: Effective) -> None:
             raise UnsupportedError(what, got=shown(effective[name]), do=do)
 
 
-def refuse_rectangular(effective: Effective, *, in_steps: bool = False) -> None:
+def refuse_rectangular(effective: Effective, carried: tuple[str, ...] = ()) -> None:
     """Raise UnsupportedError if the caller set a field that only `model.generate` can answer to,
-    or, with `in_steps`, the steps of a run."""
+    but for those that are `carried`."""
     quantized = effective.cache_implementation == "quantized"
     for name, (why, do) in ALONE.items():
         value = effective[name]
         neutral = (True, None) if name == "use_cache" else (False, None, "dynamic")
-        visible = in_steps and name in OF_STEPS
-        if visible or name not in effective.caller or value in neutral:
+        if name in carried or name not in effective.caller or value in neutral:
             continue
         if not (quantized and name in ("cache_implementation", "cache_config")):
             got = f"{name}={shown(value)}"

@@ -30,13 +30,14 @@ _CORPUS = "draft_corpus"
 _EXIT, _LOOKUP = "assistant_early_exit", "prompt_lookup_num_tokens"
 _COPIED, _NGRAM, _CORPUS_NGRAM = 10, 2, 16  # ids drafted from a corpus, and looked up, by default
 _OF_MODELS = (
-    *("num_assistant_tokens", "assistant_confidence_threshold", "assistant_ensemble_weight"),
-    *("target_lookbehind", "assistant_lookbehind"),
+    "num_assistant_tokens",
+    "assistant_confidence_threshold",
+    "assistant_ensemble_weight",
 )
 _LOOKBEHIND = ("target_lookbehind", "assistant_lookbehind")
 _OF_DRAFTS = ("num_assistant_tokens_schedule", "draft_verification", "num_drafts")
 _OF_COPIES = ("max_matching_ngram_size",)
-OF_DRAFTING = frozenset({*_OF_MODELS, *_OF_DRAFTS, *_OF_COPIES})
+OF_DRAFTING = frozenset({*_OF_MODELS, *_LOOKBEHIND, *_OF_DRAFTS, *_OF_COPIES})
 """Fields that say how drafts are made."""
 
 
@@ -80,13 +81,19 @@ def _assistant(value: Any, tokenizer: object) -> Assistant | None:
     return Assistant(model, settings, tokenizer=tokenizer)
 
 
-def draft_notices(effective: Effective, drafting: DraftSources) -> tuple[str, ...]:
-    """Return what to tell a caller who sets how to draft where nothing does."""
+def draft_notices(
+    effective: Effective, drafting: DraftSources, size: int, tokenizer: object
+) -> tuple[str, ...]:
+    """Return what to tell a caller who sets how to draft where nothing does; `size`, `tokenizer`:
+    the vocabulary of the model and what makes its tokens."""
     asked = effective.caller & OF_DRAFTING
     drafts = drafting.assistant is not None or effective[_EXIT] is not None
     copies = effective[_LOOKUP] is not None or drafting.corpus is not None
+    spelt = not asked.isdisjoint(_LOOKBEHIND) and _translates(drafting, size, tokenizer)
+    why = "drafts are made of the model's own tokens" if drafts else "no model drafts"
     needed = (
         (_OF_MODELS, drafts, "no model drafts", f"Pass {_MODEL}"),
+        (_LOOKBEHIND, spelt, why, f"Pass an {_MODEL} with another tokenizer"),
         (_OF_DRAFTS, drafts or copies, "no model drafts", f"Pass {_MODEL}"),
         (_OF_COPIES, copies, "no drafts are copied", f"Set {_LOOKUP}"),
     )
@@ -103,6 +110,20 @@ def draft_notices(effective: Effective, drafting: DraftSources) -> tuple[str, ..
             "leave draft_verification out.",
         )
     return notices
+
+
+def _translates(drafting: DraftSources, size: int, tokenizer: object) -> bool:
+    """Return whether the second model of a call writes other tokens than the first."""
+    other = drafting.assistant
+    if other is None:
+        return False
+    own = cast(Any, tokenizer)
+    return int(other.model.vocab_size) != size or not _alike(own, other.tokenizer)
+
+
+def _alike(own: Any, other: Any) -> bool:
+    """Return whether tokenizers have the same vocabulary, as they do where one is not known."""
+    return own is None or other is None or bool(own.get_vocab() == other.get_vocab())
 
 
 def drafts_of(
@@ -273,7 +294,7 @@ def _tokenizers(model: Subject, options: Options, assistant: Assistant) -> Token
                 do="Pass both, or choose an assistant with the same tokenizer",
             )
         return None
-    if sizes[0] == sizes[1] and own.get_vocab() == other.get_vocab():
+    if sizes[0] == sizes[1] and _alike(own, other):
         return None
     looks = [int(_said(options, assistant, name)) for name in _LOOKBEHIND]
     return Tokenizers(own, other, *looks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 from warnings import warn
 
@@ -123,7 +124,8 @@ def prepare(
     if inputs.source is not None and fields.return_dict_in_generate and fields.output_attentions:
         require_unmasked(inputs.source)
     new = _most_new(fields, inputs, subject.context, options.steering.allowed)
-    fields = _settled(fields, ends.pad, inputs, new, subject.context)
+    limits = _limits(fields, inputs.batch, new)
+    fields = _settled(fields, ends.pad, inputs, limits, subject.context)
     options, most = replace(options, effective=fields), new
     if options.steering.criteria is not None:
         most = max(new, longest(options.steering.criteria) - inputs.width)
@@ -161,7 +163,7 @@ def prepare(
         require_begun(inputs.prompts)
     together, coded, fills = runs != "continuous", how is not None, cache is not None
     require_rows_fit(subject, inputs, strategy.width, together=together, coded=coded)
-    rows = _requests(subject, options, inputs, runs, strategy, drafts, new, most, fills=fills)
+    rows = _requests(subject, options, inputs, runs, strategy, drafts, limits, most, fills=fills)
     if new > _AHEAD and _ends_by_length(strategy, rows[0].stops, bool(options.steering.hooks)):
         width, ahead = strategy.width, new - 1  # the last token is not fed
         require_rows_fit(subject, inputs, width, ahead, together=together, coded=coded)
@@ -177,20 +179,27 @@ def _requests(
     runs: Runs,
     strategy: Strategy,
     drafts: tuple[Drafter | None, DraftVerification],
-    new: int,
+    limits: tuple[int, ...],
     most: int,
     *,
     fills: bool,
 ) -> tuple[Request, ...]:
     """Return the request of each row.
 
-    `new`: the new tokens that a row may get; `most`: those for which it has room, where criteria
-    allow more. `fills`: whether a cache object gets what the rows hold in the end.
+    `limits`: (B,) the new tokens that a row may get; `most`: those for which all have room, where
+    criteria allow more. `fills`: whether a cache object gets what the rows hold in the end.
     """
     fields, steering, ends = options.effective, options.steering, options.ends
     drafter, verification = drafts
+    new = max(limits)
     stops = _stops(fields, ends.eos, options.tokenizer, steering.criteria, inputs.width + new)
-    processors = _processors(subject, options, inputs, new, strategy)
+    strategies = dict.fromkeys(limits, strategy)
+    if min(limits) < new:  # of which a search knows
+        made = partial(strategy_of, fields, options.choosing, len(ends.eos))
+        strategies = {limit: made(most if limit == new else limit) for limit in limits}
+    # The caller's own criterion takes the place of the limits.
+    whole = max(limits) if longest(steering.criteria) else 0
+    processors = _processors(subject, options, inputs, limits, strategy)
     free = steering.grammar is not None and not steering.watches and strategy.reads.alone
     if free and runs != "loop" and forces(subject):
         drafter = ForcedTokens(drafter)
@@ -219,10 +228,10 @@ def _requests(
         Request(
             request_id=str(inputs.number + row),
             prompt=prompt,
-            strategy=strategy,
+            strategy=strategies[limits[row]],
             draws=draws[row],
             processors=processors[row],
-            stops=stops,
+            stops=_within(stops, new - max(whole, limits[row])),
             readout=readout,
             companions=companions[row],
             drafter=drafter,
@@ -265,6 +274,8 @@ def _most_new(
     `max_new_tokens` wins over `max_length`; without either, as many as the context leaves, at most
     the default, that of a chat, or what the allowed sequences need.
     """
+    if isinstance(e.max_new_tokens, list):
+        return int(max(e.max_new_tokens))
     if e.max_new_tokens is not None:
         new = int(e.max_new_tokens)
         if context is None or e.sources["max_new_tokens"] != "chat":
@@ -290,6 +301,22 @@ def _most_new(
             do="Shorten the prompt, or set max_new_tokens",
         )
     return default if context is None else min(default, context - prompt)
+
+
+def _limits(e: Effective, rows: int, new: int) -> tuple[int, ...]:
+    """Return (rows,) how many new tokens each may get, `new` where it is not said of each."""
+    each = for_rows(e, rows)
+    if not isinstance(e.max_new_tokens, list):
+        return (new,) * rows
+    return tuple(int(one.max_new_tokens) for one in each)
+
+
+def _within(stops: tuple[Stop, ...], less: int) -> tuple[Stop, ...]:
+    """Return the stops of a row that may get so many tokens `less` than another."""
+    if not less:
+        return stops
+    cut = (MaxLength(one.limit - less) if type(one) is MaxLength else one for one in stops)
+    return tuple(cut)
 
 
 def require_unfilled(length: int, model: Subject) -> None:
@@ -323,13 +350,14 @@ def _require_places(most: int | None, drafter: Drafter | None, inputs: Inputs, n
 
 
 def _settled(
-    e: Effective, pad: int | None, inputs: Inputs, new: int, context: int | None
+    e: Effective, pad: int | None, inputs: Inputs, limits: tuple[int, ...], context: int | None
 ) -> Effective:
     """Return the configuration with the length and the pad id in force, and a notice to a caller
     who asks for more than the model was made for."""
     by = "max_length" if e.max_new_tokens is None else "max_new_tokens"
     if "min_length" in e.caller or "min_new_tokens" in e.caller:
-        _check_least(e, by, inputs.counted_width, new)
+        _check_least(e, by, inputs.counted_width, limits)
+    new = max(limits)
     positions = inputs.total_width + new - 1  # the last token is not fed
     if context is not None and by in e.caller and positions > context:
         e = e.noting(
@@ -347,19 +375,24 @@ def _settled(
     return e
 
 
-def _check_least(e: Effective, most: str, prompt: int, new: int) -> None:
+def _check_least(e: Effective, most: str, prompt: int, limits: tuple[int, ...]) -> None:
     """A minimum beyond the maximum, which the field `most` set: an error if the caller set both, a
     warning if the minimum."""
     name = "min_length" if e.min_new_tokens is None else "min_new_tokens"
     before = prompt if name == "min_length" else 0
-    if int(e[name] or 0) - before <= new or name not in e.caller:
+    fewest = e[name] if isinstance(e[name], list) else [e[name]] * len(limits)
+    reached = [int(one or 0) - before <= new for one, new in zip(fewest, limits, strict=True)]
+    if all(reached) or name not in e.caller:
         return
     what = f"{name}={e[name]} cannot be reached after a prompt of {prompt} positions"
-    wanted, got = f"at most {new + before}", f"{most}={e[most]} ({e.source(most)})"
+    wanted, got = (
+        f"at most {limits[reached.index(False)] + before}",
+        f"{most}={e[most]} ({e.source(most)})",
+    )
     if most in e.caller:
         raise RequestError(what, wanted=wanted, got=got, do=f"Lower {name} or raise {most}")
     text = f"{what}; wanted {wanted}; got {got}. Lower {name} or raise {most}."
-    warn(text, UserWarning, stacklevel=6)
+    warn(text, UserWarning, stacklevel=7)
 
 
 def _stops(
@@ -388,12 +421,13 @@ def _wants(
 ) -> Wants:
     """Return what is recorded only because the caller asked for it."""
     returned = bool(e.return_dict_in_generate)
-    if recording.prompt_logprobs is not None and inputs.embeds_width:
+    best = recording.prompt_logprobs
+    if best is not None and inputs.embeds_width and (inputs.width or not best):
         raise RequestError(
             "prompt_logprobs needs to know what the prompt says",
-            wanted="a prompt with one id per position",
+            wanted="a prompt with one id per position, or embeddings alone and prompt_logprobs > 0",
             got=f"inputs_embeds and {inputs.width} ids" if inputs.width else "inputs_embeds only",
-            do="Pass input_ids too, or leave prompt_logprobs out",
+            do="Pass an id for each position, or ask for the best tokens there: prompt_logprobs=5",
         )
     judged = best_of is not None and best_of.by == "likelihood"
     return Wants(
@@ -406,7 +440,11 @@ def _wants(
 
 
 def _processors(
-    subject: Subject, options: Options, inputs: Inputs, new: int, strategy: Strategy
+    subject: Subject,
+    options: Options,
+    inputs: Inputs,
+    limits: tuple[int, ...],
+    strategy: Strategy,
 ) -> list[tuple[Processor, ...]]:
     """Return one tuple per row; the same one for all rows unless something depends on the row."""
     e, steering, ends = options.effective, options.steering, options.ends
@@ -419,7 +457,7 @@ def _processors(
         each = for_rows(e, inputs.batch)
     allowed = steering.allowed
     if allowed:
-        allowed = allowed_in(allowed, ends.eos, inputs.batch, new, subject.vocab_size)
+        allowed = allowed_in(allowed, ends.eos, inputs.batch, min(limits), subject.vocab_size)
     searches = not strategy.streams and options.choosing.best_of is None
     beams = strategy.width if searches else 1
     tokenizer: Any = options.tokenizer
@@ -434,7 +472,7 @@ def _processors(
         facts = Facts(
             eos=ends.eos,
             prompt_length=inputs.width,
-            max_length=inputs.width + new,
+            max_length=inputs.width + limits[row],
             encoder_ids=_read_ids(inputs, row, ends.fill) if reads else None,
             beams=beams,
             vocab_size=subject.vocab_size,

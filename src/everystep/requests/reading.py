@@ -43,7 +43,13 @@ _NO_DECODER = (
     "decoder_start_token_id has no effect, as the model has no encoder: its decoder goes on from "
     "the prompt. Begin the prompt with the id, or leave decoder_start_token_id out."
 )
-_READ_IDS = ("repetition_penalty", "no_repeat_ngram_size")
+_READ_IDS = {
+    "repetition_penalty": (None, "all"),
+    "presence_penalty": ("all",),
+    "frequency_penalty": ("all",),
+    "no_repeat_ngram_size": (None, "all", "new"),
+}
+"""What looks at ids of the prompt -> with which values of `penalty_scope`."""
 
 
 def read_options(
@@ -69,7 +75,7 @@ def read_options(
         helper, helps = objects.assistant_model, objects.assistant_tokenizer
         drafting = read_sources(helper, helps, objects.draft_corpus)
     if not fields.caller.isdisjoint(OF_DRAFTING):
-        fields = fields.noting(*draft_notices(fields, drafting))
+        fields = fields.noting(*draft_notices(fields, drafting, size, tokenizer))
     options = Options(
         fields,
         ends,
@@ -164,7 +170,8 @@ def cut_by_default(
 
 def unseen_prompt(effective: Effective) -> tuple[str, ...]:
     """Return what to tell a caller whose settings look at ids, where the prompt has none."""
-    asked = [name for name in _READ_IDS if name in effective.caller]
+    scope, caller = effective.penalty_scope, effective.caller
+    asked = [name for name, reads in _READ_IDS.items() if name in caller and scope in reads]
     blind = [name for name in asked if effective[name] != FIELDS[name].default]
     if not blind:
         return ()

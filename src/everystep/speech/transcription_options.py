@@ -272,6 +272,13 @@ def _prompt(ids: object) -> tuple[int, ...]:
 
 def _limit(said: Said) -> tuple[str, int] | None:
     for name in ("max_new_tokens", "max_length"):
+        if isinstance(said(name), list):
+            raise RequestError(
+                f"{name} is one limit for the windows of all sounds",
+                wanted="a number",
+                got=shown(said(name)),
+                do="Pass one number, or call model.generate once for each",
+            )
         if said(name) is not None:
             return name, int(said(name))
     return None

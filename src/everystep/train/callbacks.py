@@ -262,7 +262,8 @@ class TensorBoardCallback(TrainerCallback):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise MissingExtraError.of("report_to='tensorboard'", "tensorboard", "train") from error
-        self._make, self._writer = SummaryWriter, None
+        self._make = SummaryWriter
+        self._writer: Any = None
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any

@@ -124,10 +124,11 @@ class Trainer:
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
     ) -> None:
-        self.args = args or TrainingArguments()
-        if not isinstance(self.args, TrainingArguments):
-            wanted, got = "everystep.TrainingArguments", type(self.args).__name__
+        chosen: object = args or TrainingArguments()
+        if not isinstance(chosen, TrainingArguments):
+            wanted, got = "everystep.TrainingArguments", type(chosen).__name__
             raise RequestError("args are of another kind", wanted=wanted, got=got)
+        self.args = chosen
         self.model = wrap(model)
         self.processing_class = processing_class
         self._form = form
@@ -161,7 +162,8 @@ class Trainer:
         if self.args.recomputes:
             self.model.gradient_checkpointing_enable()
         self.state, self.control = TrainerState(), TrainerControl()
-        self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer: Any = optimizers[0]
+        self.lr_scheduler: Any = optimizers[1]
         shows = [] if self.args.disable_tqdm else [ProgressCallback]
         boards = [TensorBoardCallback] if "tensorboard" in self.args.reports else []
         self._callbacks = Callbacks([DefaultFlow, *callbacks, LogFile, *boards, *shows])
@@ -215,12 +217,12 @@ class Trainer:
         """Return a batch on the model's device; what its examples draw depends on the seed, the
         epoch and the example alone."""
         seed = self._data_seed
-        read = []
+        read: list[Mapping[str, object]] = []
         for place in places:
             with keyed_randomness(seed, _OF_ROW, epoch, place):
                 read.append(rows[place])
         with keyed_randomness(seed, _OF_BATCH, epoch, batch):
-            made = self._collator(read)
+            made: object = self._collator(read)
         if not isinstance(made, Mapping) or not all(isinstance(x, Tensor) for x in made.values()):
             wanted, got = "a mapping of names to tensors", type(made).__name__
             raise RequestError("data_collator gave no batch", wanted=wanted, got=got)
@@ -376,7 +378,7 @@ class Trainer:
                 loss = self._loss(batch, items)
                 self._require_finite(loss, places[number])
                 if loss.requires_grad:
-                    loss.backward()
+                    loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
             seen = batch.get("attention_mask", batch.get("input_ids"))
             mask = "attention_mask" in batch
@@ -447,7 +449,6 @@ class Trainer:
             self._stop("loss", None, [places])
 
     def _stop(self, what: str, name: str | None, places: Sequence[Sequence[int]]) -> NoReturn:
-        assert self.optimizer is not None
         self.optimizer.zero_grad(set_to_none=True)
         numbers = [one for batch in places for one in batch]
         held = checkpoints_in(self.args.folder)
@@ -713,7 +714,7 @@ class Trainer:
 
     def _own_metrics(self, seen: EvalPrediction, prefix: str) -> dict[str, float]:
         assert self._compute_metrics is not None
-        found = self._compute_metrics(seen)
+        found: object = self._compute_metrics(seen)
         if not isinstance(found, Mapping):
             wanted, got = "a mapping of names to numbers", type(found).__name__
             raise RequestError("compute_metrics gave no metrics", wanted=wanted, got=got)

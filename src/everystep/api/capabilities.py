@@ -84,7 +84,9 @@ def can(
     """
     one_of(*get_args(CallName)).checked(call, "call")
     prompt = _any_prompt(subject) if prompt is None else prompt
-    ask = partial(_of_rectangle, model) if call == "model.generate" else _of_prompts
+    ask: Callable[..., None] = _of_prompts
+    if call == "model.generate":
+        ask = partial(_of_rectangle, model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -94,9 +96,7 @@ def can(
     return Capability(call)
 
 
-def capabilities(
-    ask: Callable[..., Capability],
-) -> dict[str, dict[str, Capability]]:
+def capabilities(ask: Callable[..., Capability]) -> dict[str, dict[str, Capability]]:
     """Return for each of `FEATURES` what every call answers, of which `ask` asks one."""
     return {
         feature: {call: ask(call, **keywords) for call in get_args(CallName)}

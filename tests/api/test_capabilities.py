@@ -40,6 +40,10 @@ def model_of(name: str) -> LanguageModel:
         return MODELS[name]()
 
 
+class Quiet(es.Hook):
+    """A hook that sees every step and adds nothing."""
+
+
 async def submitted(model: LanguageModel, given: dict[str, Any]) -> Any:
     async with es.AsyncEngine(model) as engine:
         return [event async for event in engine.stream(PROMPT, **given)]
@@ -66,7 +70,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     "a streamer": {"streamer": 7},
     "a misspelt name": {"num_beans": 3},
     "an impossible value": {"temperature": -1.0, "do_sample": True},
-    "a loop with hooks": {"custom_generate": lambda model, ids, **_: ids, "hooks": [es.Hook()]},
+    "a loop with hooks": {"custom_generate": lambda model, ids, **_: ids, "hooks": [Quiet()]},
     "too many best": {"logprobs": 10**6, "return_dict_in_generate": True},
     "an adapter": {"adapter_names": "formal"},
     "a schema without a tokenizer": {"regex": "a+"},

@@ -14,13 +14,14 @@ from typing import Any, Literal, get_args
 import torch
 
 from everystep.config.kinds import one_of
-from everystep.drivers.custom import Loop
-from everystep.drivers.rectangle import planned
+from everystep.drivers.custom import Loop, refuse_unseen
+from everystep.drivers.rectangle import delivery_of, read_call
 from everystep.drivers.session import Session
 from everystep.engine import Engine, Lockstep
 from everystep.errors import EverystepError, RequestError
+from everystep.requests.arrays import require
 from everystep.requests.door import PromptValues, sort
-from everystep.requests.prepare import Call
+from everystep.requests.prepare import Call, Runs, prepare
 from everystep.requests.prompts import PromptLike, TokenizerLike, messages_of, read_prompt
 from everystep.requests.subject import Subject
 from everystep.runs.hands import Asked
@@ -83,7 +84,9 @@ def can(
     """
     one_of(*get_args(CallName)).checked(call, "call")
     prompt = _any_prompt(subject) if prompt is None else prompt
-    ask = partial(_of_rectangle, model) if call == "model.generate" else _of_prompts
+    ask: Callable[..., None] = _of_prompts
+    if call == "model.generate":
+        ask = partial(_of_rectangle, model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -93,9 +96,7 @@ def can(
     return Capability(call)
 
 
-def capabilities(
-    ask: Callable[..., Capability],
-) -> dict[str, dict[str, Capability]]:
+def capabilities(ask: Callable[..., Capability]) -> dict[str, dict[str, Capability]]:
     """Return for each of `FEATURES` what every call answers, of which `ask` asks one."""
     return {
         feature: {call: ask(call, **keywords) for call in get_args(CallName)}
@@ -130,8 +131,8 @@ def _of_rectangle(
     """Plan a call of `model.generate`; an error says why it is refused."""
     of_loop: tuple[str, ...] = ()
     if given.get("custom_generate") is not None:
-        given["custom_generate"] = loop = Loop.of(given["custom_generate"], model)
-        of_loop = loop.names
+        given["custom_generate"] = own = Loop.of(given["custom_generate"], model)
+        of_loop = own.names
     given.setdefault("tokenizer", tokenizer)
     arguments = sort("rectangle", subject, given, of_loop)
     row = read_prompt(subject, tokenizer, prompt, starts_answer=True).passed()
@@ -144,7 +145,16 @@ def _of_rectangle(
     if arguments.speech is not None:
         read_speech(subject, arguments)
         return
-    made, _, _ = planned(subject, arguments)
+    options, inputs, past = read_call(subject, arguments)
+    loop, streamer = arguments.beside.custom_generate, arguments.beside.streamer
+    if streamer is not None:
+        require("streamer", streamer, "put", "end")
+    runs: Runs = "loop" if isinstance(loop, Loop) else "lockstep"
+    made = prepare(subject, options, inputs, past, runs)
+    if isinstance(loop, Loop):
+        refuse_unseen(made, loop)
+    if streamer is not None:
+        delivery_of(made, streamer)
     _require_executor(subject, made)
 
 

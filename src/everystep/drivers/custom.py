@@ -17,7 +17,7 @@ it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -156,7 +156,7 @@ def _drawn(seed: object) -> Iterator[None]:
 
 
 def _guidance(
-    model: Any, requests: list[Request], inputs: dict[str, Any], length: int
+    model: Any, requests: list[Request], inputs: Mapping[str, object], length: int
 ) -> Iterator[LoopGuidance]:
     """Yield what guides away from the rows' negative prompts, where that is asked for."""
     readout = requests[0].readout
@@ -172,7 +172,7 @@ def _guidance(
     yield LoopGuidance(readout.scale, partial(_read, model, encoder), ids, real, length)
 
 
-def _read(model: Any, encoder: dict[str, Any], ids: Tensor, real: Tensor, cache: Any) -> Any:
+def _read(model: Any, encoder: Mapping[str, object], ids: Tensor, real: Tensor, cache: Any) -> Any:
     """Return what a model makes of (R, T) ids after those of a cache, beside what its `encoder`
     made; `real` (R, S + T): what is no padding of all."""
     ids, real = ids.to(model.device), real.to(model.device)

@@ -50,32 +50,27 @@ def generate(model: Subject, given: Arguments) -> Any:
 
     `given`: what was passed to `model.generate`.
     """
-    call, loop, delivery = planned(model, given)
+    beside = given.beside
+    streamer = beside.streamer
+    if streamer is not None:
+        require("streamer", streamer, "put", "end")
+    loop = beside.custom_generate if isinstance(beside.custom_generate, Loop) else None
+    options, inputs, past = read_call(model, given)
+    call = prepare(model, options, inputs, past, "lockstep" if loop is None else "loop")
+    if loop is not None:
+        refuse_unseen(call, loop)
     notices = call.options.effective.notices
-    if given.prompt.attention_mask is None and call.inputs.batch > 1:
-        notices += _padding_notices(given.prompt.input_ids, call.options.ends)
+    if given.prompt.attention_mask is None and inputs.batch > 1:
+        notices += _padding_notices(given.prompt.input_ids, options.ends)
     for notice in notices:
         warnings.warn(notice, stacklevel=3)
+    delivery = None if streamer is None else delivery_of(call, streamer)
     with inference_mode():
         call = completed(model, call)
         if loop is None:
             return _run(model, call, delivery, given.prompt.past_key_values)
     with torch.no_grad():
         return run_loop(model, call, loop, given)
-
-
-def planned(model: Subject, given: Arguments) -> tuple[Call, Loop | None, Delivery | None]:
-    """Return a call of which nothing is computed yet, the caller's loop, and who follows."""
-    streamer, loop = given.beside.streamer, given.beside.custom_generate
-    if streamer is not None:
-        require("streamer", streamer, "put", "end")
-    options, inputs, past = read_call(model, given)
-    if not isinstance(loop, Loop):
-        call = prepare(model, options, inputs, past, "lockstep")
-        return call, None, None if streamer is None else _delivery(call, streamer)
-    call = prepare(model, options, inputs, past, "loop")
-    refuse_unseen(call, loop)
-    return call, loop, None if streamer is None else _delivery(call, streamer)
 
 
 def read_call(model: Subject, given: Arguments) -> tuple[Options, Inputs, Cache | None]:
@@ -118,7 +113,8 @@ def _padding_notices(ids: object, ends: Ends) -> tuple[str, ...]:
 # --- run ------------------------------------------------------------------------------------------
 
 
-def _delivery(call: Call, streamer: object) -> Delivery:
+def delivery_of(call: Call, streamer: object) -> Delivery:
+    """Return what follows a call; UnsupportedError where a streamer cannot."""
     rows, strategy, tokenizer = call.inputs.batch, call.strategy, call.options.tokenizer
     if not strategy.streams and rows * strategy.returns > 1 and not hasattr(streamer, "on_event"):
         raise UnsupportedError(

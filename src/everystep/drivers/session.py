@@ -289,14 +289,17 @@ class Session:
     def planned(self, passed: PromptValues, index: int) -> Call:
         """Return the call of one prompt, read already, that has this number, with everything
         decided and nothing computed."""
-        options = self._options_of(index)
-        if options.seed is None:
-            options = replace(options, seed=self._seed_for(index, alone=False))
-        return self._planned(passed, options, index)
+        return self._planned(passed, self._seeded(index), index)
 
     def prepared(self, passed: PromptValues, index: int) -> Call:
         """Return the same with everything computed but its tokens."""
-        return self._completed(self.planned(passed, index))
+        return self._completed(self._planned(passed, self._seeded(index), index))
+
+    def _seeded(self, index: int) -> Options:
+        options = self._options_of(index)
+        if options.seed is not None:
+            return options
+        return replace(options, seed=self._seed_for(index, alone=False))
 
     def _planned(self, passed: PromptValues, options: Options, number: int) -> Call:
         read = read_inputs(self._model, passed, options.ends, options.prefix)
@@ -311,7 +314,7 @@ class Session:
             call = prepare(self._model, options, inputs)
         for notice in call.options.effective.notices:
             if notice not in options.effective.notices:
-                warnings.warn(notice, stacklevel=5)
+                warnings.warn(notice, stacklevel=4)
         return call
 
     def _completed(self, call: Call) -> Call:

@@ -124,7 +124,8 @@ def prepare(
     if inputs.source is not None and fields.return_dict_in_generate and fields.output_attentions:
         require_unmasked(inputs.source)
     new = _most_new(fields, inputs, subject.context, options.steering.allowed)
-    limits = _limits(fields, inputs.batch, new)
+    each = isinstance(fields.max_new_tokens, list)
+    limits = _limits(fields, inputs.batch) if each else (new,) * inputs.batch
     fields = _settled(fields, ends.pad, inputs, limits, subject.context)
     options, most = replace(options, effective=fields), new
     if options.steering.criteria is not None:
@@ -193,12 +194,13 @@ def _requests(
     drafter, verification = drafts
     new = max(limits)
     stops = _stops(fields, ends.eos, options.tokenizer, steering.criteria, inputs.width + new)
-    strategies = dict.fromkeys(limits, strategy)
-    if min(limits) < new:  # of which a search knows
+    strategies, ends_by = dict.fromkeys(limits, strategy), dict.fromkeys(limits, stops)
+    if min(limits) < new:
+        # The caller's own criterion takes the place of limits; a search knows of them.
+        whole = new if longest(steering.criteria) else 0
+        ends_by = {limit: _within(stops, new - max(whole, limit)) for limit in limits}
         made = partial(strategy_of, fields, options.choosing, len(ends.eos))
         strategies = {limit: made(most if limit == new else limit) for limit in limits}
-    # The caller's own criterion takes the place of the limits.
-    whole = max(limits) if longest(steering.criteria) else 0
     processors = _processors(subject, options, inputs, limits, strategy)
     free = steering.grammar is not None and not steering.watches and strategy.reads.alone
     if free and runs != "loop" and forces(subject):
@@ -231,7 +233,7 @@ def _requests(
             strategy=strategies[limits[row]],
             draws=draws[row],
             processors=processors[row],
-            stops=_within(stops, new - max(whole, limits[row])),
+            stops=ends_by[limits[row]],
             readout=readout,
             companions=companions[row],
             drafter=drafter,
@@ -303,18 +305,13 @@ def _most_new(
     return default if context is None else min(default, context - prompt)
 
 
-def _limits(e: Effective, rows: int, new: int) -> tuple[int, ...]:
-    """Return (rows,) how many new tokens each may get, `new` where it is not said of each."""
-    each = for_rows(e, rows)
-    if not isinstance(e.max_new_tokens, list):
-        return (new,) * rows
-    return tuple(int(one.max_new_tokens) for one in each)
+def _limits(e: Effective, rows: int) -> tuple[int, ...]:
+    """Return (rows,) how many new tokens each may get, where that is said of each."""
+    return tuple(int(one.max_new_tokens) for one in for_rows(e, rows))
 
 
 def _within(stops: tuple[Stop, ...], less: int) -> tuple[Stop, ...]:
     """Return the stops of a row that may get so many tokens `less` than another."""
-    if not less:
-        return stops
     cut = (MaxLength(one.limit - less) if type(one) is MaxLength else one for one in stops)
     return tuple(cut)
 
@@ -392,7 +389,7 @@ def _check_least(e: Effective, most: str, prompt: int, limits: tuple[int, ...]) 
     if most in e.caller:
         raise RequestError(what, wanted=wanted, got=got, do=f"Lower {name} or raise {most}")
     text = f"{what}; wanted {wanted}; got {got}. Lower {name} or raise {most}."
-    warn(text, UserWarning, stacklevel=7)
+    warn(text, UserWarning, stacklevel=6)
 
 
 def _stops(

@@ -135,7 +135,7 @@ def _over_layers(subject: Subject, asked: Any, mixing: Guidance | Contrast | Non
         raise RequestError("dola_layers names no layer to contrast", wanted=wanted, got=got, do=do)
     if strange:
         text = f"dola_layers: the model has no layers {strange} to contrast with; wanted {wanted}."
-        warn(f"{text} They are left out.", UserWarning, stacklevel=8)
+        warn(f"{text} They are left out.", UserWarning, stacklevel=7)
     return DoLa(layers, mixing)
 
 

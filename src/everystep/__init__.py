@@ -184,6 +184,22 @@ if TYPE_CHECKING:
     from everystep.streamers import TextStreamer as TextStreamer
     from everystep.text import BatchEncoding as BatchEncoding
     from everystep.text import Tokenizer as Tokenizer
+    from everystep.train.collators import (
+        DataCollatorForLanguageModeling as DataCollatorForLanguageModeling,
+    )
+    from everystep.train.collators import DataCollatorForSeq2Seq as DataCollatorForSeq2Seq
+    from everystep.train.collators import DataCollatorWithFlattening as DataCollatorWithFlattening
+    from everystep.train.collators import DataCollatorWithPadding as DataCollatorWithPadding
+    from everystep.train.collators import default_data_collator as default_data_collator
+    from everystep.train.data_files import Examples as Examples
+    from everystep.train.data_files import read_examples as read_examples
+    from everystep.train.forms import DataForm as DataForm
+    from everystep.train.forms import TrainingRows as TrainingRows
+    from everystep.train.forms import read_rows as read_rows
+    from everystep.train.inspection import Inspection as Inspection
+    from everystep.train.inspection import TrainedPiece as TrainedPiece
+    from everystep.train.inspection import inspect_rows as inspect_rows
+    from everystep.train.packing import pack_rows as pack_rows
     from everystep.types import AfterStep as AfterStep
     from everystep.types import BeforeStep as BeforeStep
     from everystep.types import Event as Event
@@ -278,6 +294,14 @@ _NAMES = {
         TextStreamer
     """,
     "text": "BatchEncoding Tokenizer",
+    "train.collators": """
+        DataCollatorForLanguageModeling DataCollatorForSeq2Seq DataCollatorWithFlattening
+        DataCollatorWithPadding default_data_collator
+    """,
+    "train.data_files": "Examples read_examples",
+    "train.forms": "DataForm TrainingRows read_rows",
+    "train.inspection": "Inspection TrainedPiece inspect_rows",
+    "train.packing": "pack_rows",
     "types": "AfterStep BeforeStep Event FinishReason Next PromptMoment",
     "types.hooks": "Hook",
 }

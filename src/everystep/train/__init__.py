@@ -1,0 +1,2 @@
+"""Training: from examples to rows, from rows to batches, and what is checked before the first
+step."""

@@ -45,6 +45,11 @@ def show_progress(folder: Path) -> None:
         pass
 
 
+def read_columns(folder: Path) -> None:
+    (folder / "data.parquet").write_bytes(b"PAR1")
+    es.read_examples(folder / "data.parquet")
+
+
 NEEDS: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     "rich": ("cli", "progress=True", show_progress),
     "huggingface_hub": (
@@ -57,6 +62,7 @@ NEEDS: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     "PIL": ("vision", "a picture", lambda _: require_pillow()),
     "sentencepiece": ("sentencepiece", "a folder without tokenizer.json", read_pieces),
     "soundfile": ("audio", "a.mp3", read_music),
+    "pyarrow.parquet": ("train", "data.parquet", read_columns),
 }
 
 

@@ -37,8 +37,9 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("drivers",),
     ("runs", "speech"),
     ("api",),
+    ("train",),
     (FACE,),
-    ("train", "server", "inspector", "cli"),
+    ("server", "inspector", "cli"),
     ("__main__",),
 )
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}

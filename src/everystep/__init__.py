@@ -191,8 +191,24 @@ if TYPE_CHECKING:
     from everystep.train.arguments import TrainingArguments as TrainingArguments
     from everystep.train.callbacks import EarlyStoppingCallback as EarlyStoppingCallback
     from everystep.train.callbacks import TrainerCallback as TrainerCallback
+    from everystep.train.collators import (
+        DataCollatorForLanguageModeling as DataCollatorForLanguageModeling,
+    )
+    from everystep.train.collators import DataCollatorForSeq2Seq as DataCollatorForSeq2Seq
+    from everystep.train.collators import DataCollatorWithFlattening as DataCollatorWithFlattening
+    from everystep.train.collators import DataCollatorWithPadding as DataCollatorWithPadding
+    from everystep.train.collators import default_data_collator as default_data_collator
+    from everystep.train.data_files import Examples as Examples
+    from everystep.train.data_files import read_examples as read_examples
     from everystep.train.evaluation import EvalPrediction as EvalPrediction
     from everystep.train.evaluation import PredictionOutput as PredictionOutput
+    from everystep.train.forms import DataForm as DataForm
+    from everystep.train.forms import TrainingRows as TrainingRows
+    from everystep.train.forms import read_rows as read_rows
+    from everystep.train.inspection import Inspection as Inspection
+    from everystep.train.inspection import TrainedPiece as TrainedPiece
+    from everystep.train.inspection import inspect_rows as inspect_rows
+    from everystep.train.packing import pack_rows as pack_rows
     from everystep.train.state import TrainerControl as TrainerControl
     from everystep.train.state import TrainerState as TrainerState
     from everystep.train.state import TrainOutput as TrainOutput
@@ -295,7 +311,15 @@ _NAMES = {
     "text": "BatchEncoding Tokenizer",
     "train.arguments": "TrainingArguments",
     "train.callbacks": "EarlyStoppingCallback TrainerCallback",
+    "train.collators": """
+        DataCollatorForLanguageModeling DataCollatorForSeq2Seq DataCollatorWithFlattening
+        DataCollatorWithPadding default_data_collator
+    """,
+    "train.data_files": "Examples read_examples",
     "train.evaluation": "EvalPrediction PredictionOutput",
+    "train.forms": "DataForm TrainingRows read_rows",
+    "train.inspection": "Inspection TrainedPiece inspect_rows",
+    "train.packing": "pack_rows",
     "train.state": "TrainerControl TrainerState TrainOutput",
     "train.trainer": "Trainer",
     "types": "AfterStep BeforeStep Event FinishReason Next PromptMoment",

@@ -50,6 +50,11 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], type | None]] = {
     "read_sound": (es.read_sound, None),
     "register_activation": (es.register_activation, None),
     "set_seed": (es.set_seed, None),
+    "read_rows": (es.read_rows, None),
+    "read_examples": (es.read_examples, None),
+    "inspect_rows": (es.inspect_rows, None),
+    "pack_rows": (es.pack_rows, None),
+    "default_data_collator": (es.default_data_collator, None),
     "validate_stopping_criteria": (es.validate_stopping_criteria, None),
 }
 

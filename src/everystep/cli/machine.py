@@ -12,6 +12,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "vision": ("pillow",),
     "sentencepiece": ("sentencepiece", "protobuf"),
     "audio": ("soundfile",),
+    "train": ("pyarrow",),
 }
 """The distributions that each extra brings, but for those that the command line needs itself."""
 

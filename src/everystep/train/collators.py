@@ -22,7 +22,7 @@ from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.requests.arrays import require as require_methods
 from everystep.requests.prompts import TokenizerLike
 from everystep.text.batch import FILL
-from everystep.train.rows import IGNORED, length_of, numbers_of, read_row
+from everystep.train.row import IGNORED, length_of, numbers_of, read_row
 
 Values = dict[str, Tensor]
 

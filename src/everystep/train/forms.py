@@ -22,7 +22,7 @@ from everystep.images.tokenizer import has_pictures
 from everystep.requests.prompts import Messages, TokenizerLike, is_messages
 from everystep.text.message_parts import refuse_unread_parts
 from everystep.train.data_files import DataLike, Examples, read_examples
-from everystep.train.rows import IGNORED, PER_POSITION, length_of, naming, read_row
+from everystep.train.row import IGNORED, PER_POSITION, length_of, naming, read_row
 
 Kind: TypeAlias = Literal["ids", "preference", "messages", "prompt_completion", "text"]
 """Forms of examples; of a preference there are two rows."""

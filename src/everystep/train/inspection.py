@@ -25,7 +25,7 @@ from everystep.requests.prompts import TokenizerLike
 from everystep.shown import cut, table
 from everystep.train.data_files import Indexed
 from everystep.train.forms import TrainingRows, end_ids
-from everystep.train.rows import IGNORED, length_of, naming, prompt_of, read_row
+from everystep.train.row import IGNORED, length_of, naming, prompt_of, read_row
 
 Collator = Callable[[list[Mapping[str, object]]], Mapping[str, object]]
 

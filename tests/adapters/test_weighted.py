@@ -84,7 +84,7 @@ def test_it_is_pefts(way: str, folder: Path, monkeypatch: Any) -> None:
     with torch.no_grad():
         expected = theirs.eval()(READ).logits
     found = model(READ, adapters="made").logits
-    assert close(found, expected)
+    assert close(found, expected, 1e-5)  # PEFT rounds weights to float32
     assert not close(found, model(READ).logits, 1e-3)
 
 

@@ -194,7 +194,7 @@ def _is_named(module: str, name: str) -> bool:
 def _layers(config: AdapterConfig) -> Callable[[str], bool]:
     """Return what tells whether a module is in one of the layers that are asked for."""
     asked = config.layers_to_transform
-    if asked is None or (not is_integer(asked) and not asked):  # type: ignore[arg-type]
+    if asked is None or (not is_integer(asked) and not asked):
         if config.layers_pattern:
             do = "Pass layers_to_transform too, or leave layers_pattern out"
             raise RequestError("layers_pattern says where the numbers of layers stand", do=do)

@@ -32,7 +32,7 @@ def test_merged_is_unmerged_and_the_bits_come_back(name: str) -> None:
         assert (model.adapters, model.digest()) == (("a", "b"), digest)
 
 
-@pytest.mark.parametrize("codes", [None, "q8_0", "q4_1"])
+@pytest.mark.parametrize("codes", [None, "int8", "int4"])
 def test_it_is_merged_where_the_native_executor_runs(codes: Any) -> None:
     model = LanguageModel(narrow_model("llama", codes, panels=True))
     torch.manual_seed(3)

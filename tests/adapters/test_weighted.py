@@ -85,7 +85,7 @@ def test_it_is_pefts(way: str, folder: Path, monkeypatch: Any) -> None:
         expected = theirs.eval()(READ).logits
     found = model(READ, adapters="made").logits
     # PEFT decomposes in float32.
-    assert close(found, expected, 1e-4 if "svd" in way else 1e-6)
+    assert close(found, expected, 1e-4 if "svd" in way else 1e-5)
     assert not close(found, model(READ).logits, 1e-3)
 
 

@@ -44,17 +44,16 @@ class _FrozenProduct(torch.autograd.Function):
 
 def _back(grad: Tensor, matrix: Matrix) -> Tensor:
     """Turn a gradient (..., out) of a product into that of what was read, (..., in)."""
-    found, begin = None, 0
-    for weight in weights_of(matrix):
+    weights, begin = weights_of(matrix), 0
+    found = grad.new_zeros(*grad.shape[:-1], weights[0].shape[1])
+    for weight in weights:
         rows, columns = weight.shape
         step = rows if isinstance(weight, Tensor) else max(1, _STRETCH_VALUES // columns)
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             values = dense(rows_of(weight, start, stop)).to(grad.dtype)
-            part = grad[..., begin + start : begin + stop] @ values
-            found = part if found is None else found + part
+            found += grad[..., begin + start : begin + stop] @ values
         begin += rows
-    assert found is not None
     return found
 
 

@@ -33,7 +33,7 @@ _NEVER: Mapping[str, tuple[object, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Which adapter to load under which name, and whether it `learns`."""
+    """The folder of an adapter to load, a name for it, and whether it `learns`."""
 
     folder: str | PathLike[str]
     name: str
@@ -42,7 +42,7 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class Adding:
-    """Which adapter to make under which name."""
+    """The configuration of an adapter to make, and a name for it."""
 
     config: AdapterConfig
     name: str

@@ -61,7 +61,7 @@ _KEEPS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True, eq=False)
 class AdapterPlan:
-    """What an adapter changes in a model, and how, without the values of its tensors.
+    """The changes that an adapter makes of a model, without the values of its tensors.
 
     `modules`: each projection with the names of its tensors, by what they are. `shared`: the names
     of those that all of them have in common.

@@ -35,7 +35,7 @@ Parts = tuple[Tensor, Tensor, float]
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """How adapters become one, by PEFT's names.
+    """A way in which adapters become one, by PEFT's names.
 
     `density`: the share of values that is kept. `svd_rank`: of the result, None for the largest of
     those combined. `svd_clamp`: the quantile at which what is kept of a matrix is cut off.

@@ -70,7 +70,8 @@ def measure_speed(
             raise RequestError(f"{name} is impossible", wanted="1 or more", got=shown(value))
     draws = torch.Generator().manual_seed(rows * 1000 + positions)
     ids = torch.randint(model.vocab_size, (rows, positions), generator=draws).to(model.device)
-    options = {**_greedy_without_end(model), "max_new_tokens": tokens + 1, "adapters": adapters}
+    options = {**_greedy_without_end(model), "max_new_tokens": tokens + 1}
+    options |= {"adapters": adapters} if adapters else {}
     run = partial(model.generate, ids, attention_mask=torch.ones_like(ids), **options)
     taken = [_seconds(run) for _ in range(repeats + 1)][1:]
     first, rest = (statistics.median(column) for column in zip(*taken, strict=True))

@@ -256,7 +256,7 @@ class OwnSubject(Holder):
             needs,
             quantization,
             self._cache_dtype,
-            as_they_are(self._adapters),
+            as_they_are(self._adapters) if self._adapters else None,
         )
 
     def digest(self, adapters: Iterable[str] = ()) -> str:

@@ -11,7 +11,7 @@ import typer
 
 from everystep.errors import RequestError
 
-Adapter = Annotated[
+AdapterOption = Annotated[
     list[str] | None,
     typer.Option(
         "--adapter",

@@ -9,7 +9,7 @@ import typer
 
 from everystep._version import __version__
 from everystep.cli import command_options as o
-from everystep.cli.adapters import Adapter, asked_adapters, with_adapters
+from everystep.cli.adapters import AdapterOption, asked_adapters, with_adapters
 from everystep.cli.loading import load, working
 from everystep.cli.machine import threads, version_of
 from everystep.cli.models import AsJson
@@ -49,7 +49,7 @@ def bench(
     cache_dtype: o.CacheDtypeOption = None,
     device: o.Device = "cpu",
     offline: o.Offline = False,
-    adapter: Adapter = None,
+    adapter: AdapterOption = None,
 ) -> None:
     """Measure how fast MODEL runs here: the first token of a prompt, and decoding in batches.
 

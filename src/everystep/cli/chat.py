@@ -13,7 +13,7 @@ import typer
 
 from everystep.cli import command_options as o
 from everystep.cli import lines
-from everystep.cli.adapters import Adapter, asked_adapters, with_adapters
+from everystep.cli.adapters import AdapterOption, asked_adapters, with_adapters
 from everystep.cli.chat_settings import SETTINGS
 from everystep.cli.conversation import USUAL_LENGTH, Conversation
 from everystep.cli.loading import load
@@ -42,7 +42,7 @@ def chat(
     cache_dtype: o.CacheDtypeOption = None,
     device: o.Device = "cpu",
     offline: o.Offline = False,
-    adapter: Adapter = None,
+    adapter: AdapterOption = None,
     **said: Any,
 ) -> None:
     """Talk to a model; /help shows what can be said beside messages. With MESSAGE, answer it.

@@ -11,7 +11,7 @@ import typer
 
 import everystep as es
 from everystep.cli import command_options as o
-from everystep.cli.adapters import Adapter, asked_adapters, with_adapters
+from everystep.cli.adapters import AdapterOption, asked_adapters, with_adapters
 from everystep.cli.loading import load
 from everystep.cli.page_questions import Lines, Page, Reasoning, asked_page
 from everystep.cli.questions import CommandPrompt
@@ -64,7 +64,7 @@ def generate(
     cache_dtype: o.CacheDtypeOption = None,
     device: o.Device = "cpu",
     offline: o.Offline = False,
-    adapter: Adapter = None,
+    adapter: AdapterOption = None,
     **said: Any,
 ) -> None:
     """Continue PROMPT, or with --chat or --image answer it.

@@ -11,7 +11,7 @@ import typer
 
 import everystep as es
 from everystep.cli import command_options as o
-from everystep.cli.adapters import Adapter, asked_adapters, with_adapters
+from everystep.cli.adapters import AdapterOption, asked_adapters, with_adapters
 from everystep.cli.loading import load
 from everystep.cli.models import AsJson
 from everystep.cli.terminal import is_terminal, write_report, write_table
@@ -39,7 +39,7 @@ def perplexity(
     cache_dtype: o.CacheDtypeOption = None,
     device: o.Device = "cpu",
     offline: o.Offline = False,
-    adapter: Adapter = None,
+    adapter: AdapterOption = None,
 ) -> None:
     """Measure how well a model predicts the text in FILE.
 

@@ -59,7 +59,7 @@ from everystep.train.forms import DEFAULT_FORM, DataForm, TrainingRows, read_row
 from everystep.train.inspection import Collator, Inspection, inspect_rows
 from everystep.train.optimisers import optimiser_of
 from everystep.train.order import batches_of, epoch_order, keyed_randomness
-from everystep.train.rows import read_row
+from everystep.train.row import read_row
 from everystep.train.schedules import factor_of
 from everystep.train.state import TrainerControl, TrainerState, TrainOutput
 from everystep.train.weights import TrainedWeights, finite, trained_weights

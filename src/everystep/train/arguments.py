@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self, final, get_args
@@ -22,6 +22,7 @@ _COUNTS = """per_device_train_batch_size per_device_eval_batch_size gradient_acc
     generation_num_beams"""
 _AT_LEAST_0 = """learning_rate warmup_steps weight_decay max_grad_norm eval_delay
     adam_epsilon"""
+_CHECKPOINTING = "activation_checkpointing gradient_checkpointing"
 _SHARES = "adam_beta1 adam_beta2 label_smoothing_factor"
 _FLAGS = """bf16 logging_first_step eval_on_start
     save_only_model load_best_model_at_end dataloader_drop_last
@@ -126,7 +127,6 @@ class TrainingArguments:
     data_seed: int | None = None
     train_sampling_strategy: Sampling = "random"
     dataloader_drop_last: bool = False
-    _checked: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __new__(cls, *args: object, **given: object) -> Self:
         known = {one.name for one in fields(cls) if one.init}
@@ -142,9 +142,7 @@ class TrainingArguments:
         def set_(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        for name in ("lr_scheduler_type", "optim", "logging_strategy", "eval_strategy"):
-            set_(name, _plain_name(getattr(self, name)))
-        for name in ("save_strategy", "train_sampling_strategy"):
+        for name in _NAMED:
             set_(name, _plain_name(getattr(self, name)))
         for name in ("trainable", "report_to"):
             value = getattr(self, name)
@@ -158,7 +156,6 @@ class TrainingArguments:
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             set_("greater_is_better", not self.metric_for_best_model.endswith("loss"))
         _check_together(self)
-        set_("_checked", True)
 
     @property
     def recomputes(self) -> bool:
@@ -167,7 +164,7 @@ class TrainingArguments:
 
     @property
     def folder(self) -> Path:
-        """Where the run writes."""
+        """The folder that the run writes into."""
         return Path(self.output_dir)
 
     @property
@@ -215,76 +212,76 @@ def _as_json(value: Any) -> Any:
 _Test = Callable[[Any], bool]
 
 
+def _whole(least: int) -> _Test:
+    return lambda value: is_integer(value) and value >= least
+
+
+def _number(least: float, below: float = float("inf")) -> _Test:
+    return lambda value: is_number(value) and least <= value < below
+
+
+def _is(*kinds: type[object]) -> _Test:
+    return lambda value: isinstance(value, kinds)
+
+
+def _optional(test: _Test) -> _Test:
+    return lambda value: value is None or test(value)
+
+
+def _is_interval(value: Any) -> bool:
+    return is_number(value) and value > 0 and (value < 1 or value == int(value))
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(one, str) for one in value)
+
+
+_RULES: tuple[tuple[str, str, _Test], ...] = (
+    (_FLAGS, "True or False", _is(bool)),
+    (_CHECKPOINTING, "True, False or None", _optional(_is(bool))),
+    (_COUNTS, "an integer of at least 1", _optional(_whole(1))),
+    (_AT_LEAST_0, "a number of at least 0", _number(0)),
+    (_SHARES, "a number of at least 0 and below 1", _number(0, 1)),
+    (_INTERVALS, "a whole number of steps, or a share of all below 1", _optional(_is_interval)),
+    ("num_train_epochs", "a number above 0", lambda value: is_number(value) and value > 0),
+    ("max_steps", "an integer, negative for as many as epochs have", is_integer),
+    ("seed", "an integer of at least 0", _whole(0)),
+    ("data_seed generation_max_length", "an integer of at least 0", _optional(_whole(0))),
+    ("save_total_limit", "an integer of at least 1", _optional(_whole(1))),
+    ("trainable", "a list of regular expressions", _optional(_are_texts)),
+    ("metric_for_best_model", "the name of a metric", _optional(_is(str))),
+    ("output_dir", "the path of a folder", _is(str, Path)),
+    ("generation_config", "an everystep.GenerationConfig", _optional(_is(GenerationConfig))),
+    (
+        "report_to",
+        "'none', or a list of 'tensorboard'",
+        lambda value: isinstance(value, str) or _are_texts(value),
+    ),
+)
+"""Names, what their values have to be, and the test of that."""
+_NAMED: Mapping[str, tuple[str, ...]] = {
+    "lr_scheduler_type": tuple(SCHEDULES),
+    "optim": get_args(Optimiser),
+    "logging_strategy": get_args(Strategy),
+    "eval_strategy": get_args(Strategy),
+    "save_strategy": get_args(SaveStrategy),
+    "train_sampling_strategy": get_args(Sampling),
+}
+"""Names whose values are one of these."""
+
+
 def _check_values(given: TrainingArguments) -> None:
     """Refuse a value that is none of those that its name can have."""
-
-    def whole(least: int) -> _Test:
-        return lambda value: is_integer(value) and value >= least
-
-    def number(least: float, below: float = float("inf")) -> _Test:
-        return lambda value: is_number(value) and least <= value < below
-
-    def interval(value: Any) -> bool:
-        return is_number(value) and value > 0 and (value < 1 or value == int(value))
-
-    def optional(test: _Test) -> _Test:
-        return lambda value: value is None or test(value)
-
-    def texts(value: Any) -> bool:
-        return isinstance(value, tuple) and all(isinstance(one, str) for one in value)
-
-    rules: list[tuple[str, str, _Test]] = [
-        (_FLAGS, "True or False", lambda value: isinstance(value, bool)),
-        (
-            "activation_checkpointing gradient_checkpointing",
-            "True, False or None",
-            optional(lambda value: isinstance(value, bool)),
-        ),
-        (_COUNTS, "an integer of at least 1", optional(whole(1))),
-        (_AT_LEAST_0, "a number of at least 0", number(0)),
-        (_SHARES, "a number of at least 0 and below 1", number(0, 1)),
-        (_INTERVALS, "a whole number of steps, or a share of all below 1", optional(interval)),
-        ("num_train_epochs", "a number above 0", lambda value: is_number(value) and value > 0),
-        ("max_steps", "an integer, negative for as many as epochs have", is_integer),
-        ("seed", "an integer of at least 0", whole(0)),
-        ("data_seed generation_max_length", "an integer of at least 0", optional(whole(0))),
-        ("save_total_limit", "an integer of at least 1", optional(whole(1))),
-        ("trainable", "a list of regular expressions", optional(texts)),
-        ("metric_for_best_model", "the name of a metric", optional(lambda x: isinstance(x, str))),
-        ("output_dir", "the path of a folder", lambda value: isinstance(value, str | Path)),
-        ("lr_scheduler_type", _one_of(SCHEDULES), lambda value: value in SCHEDULES),
-        ("optim", _one_of(get_args(Optimiser)), lambda value: value in get_args(Optimiser)),
-        (
-            "logging_strategy eval_strategy",
-            _one_of(get_args(Strategy)),
-            lambda value: value in get_args(Strategy),
-        ),
-        (
-            "save_strategy",
-            _one_of(get_args(SaveStrategy)),
-            lambda value: value in get_args(SaveStrategy),
-        ),
-        (
-            "train_sampling_strategy",
-            _one_of(get_args(Sampling)),
-            lambda value: value in get_args(Sampling),
-        ),
-        (
-            "generation_config",
-            "an everystep.GenerationConfig",
-            optional(lambda value: isinstance(value, GenerationConfig)),
-        ),
-        (
-            "report_to",
-            "'none', or a list of 'tensorboard'",
-            lambda value: isinstance(value, str) or texts(value),
-        ),
-    ]
-    for names, wanted, fits in rules:
+    for names, wanted, fits in _RULES:
         for name in names.split():
             value = getattr(given, name)
             if not fits(value):
                 raise RequestError(f"{name} is not valid", wanted=wanted, got=shown(value))
+    for name, known in _NAMED.items():
+        value = getattr(given, name)
+        if value not in known:
+            wanted = "one of " + ", ".join(map(repr, known))
+            raise RequestError(f"{name} is not valid", wanted=wanted, got=shown(value))
     unknown = {*given.reports} - {"tensorboard"}
     if unknown:
         raise UnsupportedError(
@@ -293,10 +290,6 @@ def _check_values(given: TrainingArguments) -> None:
             got=shown(sorted(unknown)),
             do="Pass callbacks=[...] with an on_log of your own",
         )
-
-
-def _one_of(names: Any) -> str:
-    return "one of " + ", ".join(map(repr, names))
 
 
 def _check_together(given: TrainingArguments) -> None:

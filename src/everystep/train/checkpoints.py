@@ -36,8 +36,8 @@ _PIECE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Progress:
-    """What a run needs to go on beside its model.
+class KeptRun:
+    """The rest of a run in a checkpoint, beside its model.
 
     `state`: the fields of its `TrainerState`. `optimizer`: its `state_dict`, None where only the
     model was kept. `more`: sums since the last log and states of schedule and callbacks, as JSON
@@ -63,7 +63,7 @@ def checkpoints_in(root: Path) -> list[Path]:
     return sorted(found, key=lambda one: step_of(one) or 0)
 
 
-def write_checkpoint(folder: Path, save_model: Callable[[Path], object], kept: Progress) -> None:
+def write_checkpoint(folder: Path, save_model: Callable[[Path], object], kept: KeptRun) -> None:
     """Write a checkpoint, whole or not at all; one of the same name gives way to it.
 
     `save_model`: writes the model's files into a folder. FileError where the disk refuses.
@@ -131,14 +131,14 @@ def require_whole(folder: Path) -> Path:
     return folder
 
 
-def read_progress(folder: Path) -> Progress:
+def read_kept_run(folder: Path) -> KeptRun:
     """Return what a run goes on with; FormatError for a checkpoint of the model alone."""
     require_whole(folder)
     if not (folder / GROUPS).is_file():
         do = "Load the model from it, and begin anew"
         raise FormatError(f"{folder} has the model alone, as save_only_model asked", do=do)
     more = _read_json(folder / MANIFEST)["more"]
-    return Progress(_read_json(folder / STATE), _read_optimizer(folder), more)
+    return KeptRun(_read_json(folder / STATE), _read_optimizer(folder), more)
 
 
 def keep_newest(root: Path, limit: int | None, best: str | None) -> None:

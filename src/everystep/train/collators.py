@@ -314,10 +314,11 @@ def _batch(
     _require_equal_keys([{**row, "attention_mask": _seen(row)} for row in rows])
     lengths = [length_of(row, "a row") for row in rows]
     if padding == "max_length" and most is None:
-        most = getattr(asked.tokenizer, "model_max_length", None)
-        if not is_number(most) or most > _LONGEST:
+        known: Any = getattr(asked.tokenizer, "model_max_length", None)
+        if not is_number(known) or known > _LONGEST:
             do = "Pass max_length"
-            raise RequestError("padding='max_length' without a length", got=shown(most), do=do)
+            raise RequestError("padding='max_length' without a length", got=shown(known), do=do)
+        most = int(known)
     target = _target(lengths, padding, most, asked.pad_to_multiple_of)
     seen = [{**row, "attention_mask": _seen(row)} for row in rows]
     pad, side = _pad_id(asked.tokenizer), getattr(asked.tokenizer, "padding_side", "right")
@@ -362,7 +363,7 @@ def _target(
 def _pad_id(tokenizer: TokenizerLike) -> int:
     """Return what stands where the mask says that nothing does: any id would do."""
     for name in ("pad_token_id", "eos_token_id"):
-        found = getattr(tokenizer, name, None)
+        found: Any = getattr(tokenizer, name, None)
         if is_integer(found):
             return int(found)
     return 0
@@ -411,9 +412,9 @@ def _after_start(labels: Tensor, model: LanguageModel) -> Tensor:
     """Return (B, T) what a decoder reads to predict its labels: each one's predecessor."""
     own, config = model.generation_config, model.config
     found = (own.decoder_start_token_id, getattr(config, "decoder_start_token_id", None))
-    start = next((one for one in found if is_integer(one)), None)
+    start: Any = next((one for one in found if is_integer(one)), None)
     pads = (own.pad_token_id, getattr(config, "pad_token_id", None))
-    pad = next((one for one in pads if is_integer(one)), 0)
+    pad: Any = next((one for one in pads if is_integer(one)), 0)
     if start is None:
         do = "Set model.generation_config.decoder_start_token_id"
         raise RequestError("the model says no first token of a decoder", got=shown(found), do=do)

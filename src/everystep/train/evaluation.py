@@ -30,7 +30,7 @@ _CUT_SHARE = 0.5
 @final
 @dataclass(frozen=True, eq=False)
 class EvalPrediction:
-    """What a `compute_metrics` is given.
+    """The argument of a `compute_metrics`.
 
     `predictions`: (N, T) generated ids, or the logits (N, T, V) where nothing is generated, filled
     up with -100. `label_ids`: (N, T), likewise. Of generation also, per example: `texts`, the
@@ -53,7 +53,7 @@ class EvalPrediction:
 @final
 @dataclass(frozen=True)
 class PredictionOutput:
-    """What `Trainer.predict` returns; `predictions` and `label_ids` as of `EvalPrediction`."""
+    """The result of `Trainer.predict`; `predictions` and `label_ids` as of `EvalPrediction`."""
 
     predictions: np.ndarray | None
     label_ids: np.ndarray | None

@@ -51,7 +51,7 @@ _OTHERS = {
 
 @dataclass(frozen=True)
 class DataForm:
-    """How examples become rows, under TRL's names.
+    """The way from examples to rows, under TRL's names.
 
     `max_length`: the longest row, None for any; longer ones lose their end ("keep_start") or their
     beginning ("keep_end"), as `truncation_mode` says. `completion_only_loss`: of a prompt and its
@@ -167,9 +167,10 @@ def read_rows(
     """
     if isinstance(data, TrainingRows):
         return data
-    if not isinstance(form, DataForm):
+    given: object = form
+    if not isinstance(given, DataForm):
         wanted, do = "a DataForm", "Pass es.DataForm(...)"
-        raise RequestError("this is no form of data", wanted=wanted, got=shown(form), do=do)
+        raise RequestError("this is no form of data", wanted=wanted, got=shown(given), do=do)
     examples = read_examples(data)
     with naming("example 0"):
         kind = _kind_of(_example_of(examples[0]), form)
@@ -228,7 +229,7 @@ def _shortened(row: dict[str, Tensor], form: DataForm, whole: int) -> dict[str, 
 
 @dataclass(frozen=True, eq=False)
 class _Reading:
-    """What examples are read with."""
+    """The parts that examples are read with."""
 
     model: LanguageModel | None
     tokenizer: TokenizerLike | None

@@ -43,7 +43,7 @@ class TrainedPiece:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a training run would learn from its rows.
+    """A report of what a run would learn from its rows.
 
     `rows`: how many there are, and how many of their `tokens` are `trained`. `longest`: the length
     of the longest row. `batch`: the pieces of the first rows. `warnings`: what may not be meant.
@@ -128,7 +128,7 @@ def inspect_rows(
 
 @dataclass
 class _Found:
-    """What was seen in rows so far."""
+    """Counts of what was seen in rows so far."""
 
     rows: int = 0
     tokens: int = 0
@@ -141,7 +141,7 @@ class _Found:
 
 @dataclass(frozen=True, eq=False)
 class _Judge:
-    """What rows are measured by. `known`: keys that the model takes, None for any; `ends`: the ids
+    """A measure of rows. `known`: keys that the model takes, None for any; `ends`: the ids
     that end an answer; `pad`: an id that stands for nothing, if it has no other meaning."""
 
     model: LanguageModel | None
@@ -286,8 +286,8 @@ class _Judge:
             if inputs is not None and not encodes and inputs.shape != labels.shape:
                 turned = inputs.shape == labels.shape[::-1]
                 what = "labels stand on the wrong axis" if turned else "labels do not fit the ids"
-                wanted, got = tuple(inputs.shape), tuple(labels.shape)
-                raise RequestError(what, wanted=wanted, got=got, do="Give each id one, (B, T)")
+                do, shapes = "Give each id one, (B, T)", (tuple(inputs.shape), tuple(labels.shape))
+                raise RequestError(what, wanted=shapes[0], got=shapes[1], do=do)
             if bool((labels == IGNORED).all()):
                 raise RequestError("nothing is learned: all labels are -100", do="See es.read_rows")
 

@@ -12,7 +12,7 @@ from everystep.errors import FormatError
 @final
 @dataclass
 class TrainerState:
-    """Where a run stands; fields and their names in files are transformers'.
+    """The point that a run has reached; fields and their names in files are transformers'.
 
     `epoch`: rounds over the data, with the share of the one that is going on. `global_step`: steps
     that are done. `log_history`: what was logged, each with its step.
@@ -53,7 +53,7 @@ class TrainerState:
 @final
 @dataclass
 class TrainerControl:
-    """What callbacks ask of the run; the trainer clears each flag when it has done it."""
+    """Wishes of callbacks; the trainer clears each flag when it has done it."""
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False

@@ -36,11 +36,11 @@ from everystep.train.callbacks import (
     TrainerCallback,
 )
 from everystep.train.checkpoints import (
-    Progress,
+    KeptRun,
     checkpoints_in,
     keep_newest,
     newest_whole,
-    read_progress,
+    read_kept_run,
     require_whole,
     write_checkpoint,
 )
@@ -75,7 +75,7 @@ _OF_STEP, _OF_ROW, _OF_BATCH, _OF_CHECK = 1, 2, 3, 4
 
 @dataclass
 class _Sums:
-    """What was added up since the last log, and since the run began."""
+    """Sums since the last log, and since the run began."""
 
     loss: float = 0.0
     logged_step: int = 0
@@ -84,7 +84,7 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How long a run is: batches and steps of an epoch, epochs, and steps of all of them."""
+    """The length of a run: batches and steps of an epoch, epochs, and steps of all of them."""
 
     batches: int
     steps: int
@@ -578,14 +578,14 @@ class Trainer:
         }
         optimizer = None if only_model else self.optimizer.state_dict()
         self.args.folder.mkdir(parents=True, exist_ok=True)
-        kept = Progress(self.state.to_dict(), optimizer, more)
+        kept = KeptRun(self.state.to_dict(), optimizer, more)
         write_checkpoint(folder, self._save_into, kept)
         best = self.state.best_model_checkpoint
         keep_newest(self.args.folder, self.args.save_total_limit, best)
         self._tell("on_save")
 
     def _go_on_from(self, folder: Path, plan: _Plan) -> None:
-        kept = read_progress(folder)
+        kept = read_kept_run(folder)
         state = TrainerState.of(kept.state)
         for name in ("max_steps", "train_batch_size"):
             if getattr(state, name) != getattr(self.state, name):
@@ -659,7 +659,7 @@ class Trainer:
         finally:
             self.weights.train(training)
         metrics = {f"{prefix}_loss": loss}
-        if self._compute_metrics is not None and seen is not None:
+        if seen is not None:
             metrics |= self._own_metrics(seen, prefix)
         seconds = max(time.monotonic() - began, 1e-9)
         metrics |= {
@@ -713,7 +713,8 @@ class Trainer:
         return predicted(asked, answers, self.processing_class)
 
     def _own_metrics(self, seen: EvalPrediction, prefix: str) -> dict[str, float]:
-        assert self._compute_metrics is not None
+        if self._compute_metrics is None:
+            return {}
         found: object = self._compute_metrics(seen)
         if not isinstance(found, Mapping):
             wanted, got = "a mapping of names to numbers", type(found).__name__

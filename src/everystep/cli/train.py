@@ -1,0 +1,199 @@
+"""`everystep train`: an adapter for a model, learned from the examples of a file."""
+
+from __future__ import annotations
+
+import math
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import everystep as es
+from everystep.cli import command_options as o
+from everystep.cli.loading import load
+from everystep.cli.terminal import is_terminal, note, write_line
+from everystep.errors import FormatError, MissingFileError, RequestError
+from everystep.files.sources import DEFAULT_MODEL
+
+_SHOWN = 3
+_USUAL: dict[str, Any] = {
+    "num_train_epochs": 2,
+    "per_device_train_batch_size": 8,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.1,
+    "logging_steps": 5,
+    "save_strategy": "epoch",
+    "save_total_limit": 2,
+}
+"""Choices of a run where neither the command nor the configuration says otherwise."""
+_LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The parts of a run: arguments of training, of the adapter, and of the form of data."""
+
+    run: dict[str, Any]
+    lora: dict[str, Any]
+    form: dict[str, Any]
+
+
+def train(
+    context: typer.Context,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            metavar="FILE",
+            help="Examples: .jsonl or .parquet; without it the dialogues that everystep has.",
+        ),
+    ] = None,
+    evaluated: Annotated[
+        Path | None,
+        typer.Option("--eval", metavar="FILE", help="Examples that are not trained on."),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Where the adapter is written.")
+    ] = Path("trained"),
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="TOML", help="Choices of the run; see the guide."),
+    ] = None,
+    epochs: Annotated[
+        float | None, typer.Option("--epochs", metavar="N", help="Rounds over the data.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", metavar="N", help="Steps, in the place of rounds.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", metavar="N", help="Examples of a step.")
+    ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option("--learning-rate", metavar="X", help="How far a step goes.")
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", metavar="N", help="The rank of the adapter.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in DIR.")
+    ] = False,
+    model: o.Model = DEFAULT_MODEL,
+    dtype: o.DtypeOption = None,
+    quantize: o.Quantize = None,
+    device: o.Device = "cpu",
+    offline: o.Offline = False,
+) -> None:
+    """Train an adapter (LoRA) on the examples in FILE, and write it as PEFT does.
+
+    The weights of the model stay as they are stored. The loss on examples that are not trained on
+    is shown before and after. `everystep chat --adapter DIR` runs the model with the adapter.
+    """
+    given = {
+        "num_train_epochs": epochs,
+        "max_steps": steps,
+        "per_device_train_batch_size": batch_size,
+        "learning_rate": learning_rate,
+    }
+    chosen = _chosen(config, {name: one for name, one in given.items() if one is not None}, rank)
+    training, held_out = _files(data, evaluated)
+    loaded, tokenizer = load(model, dtype, quantize, None, device, offline or context.obj)
+    args = es.TrainingArguments(
+        output_dir=output, disable_tqdm=not is_terminal(sys.stderr), **chosen.run
+    )
+    trainer = es.Trainer(
+        loaded,
+        args,
+        train_dataset=es.read_rows(training, loaded, tokenizer, es.DataForm(**chosen.form)),
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+        peft_config=es.LoraConfig(**chosen.lora),
+        form=es.DataForm(**chosen.form),
+    )
+    note(repr(trainer.check()))
+    note(f"training {trainer.weights.count():,} numbers of an adapter")
+    before = trainer.evaluate()["eval_loss"] if held_out and not resume else None
+    prompts = _prompts(held_out)
+    answers = _answers(trainer, prompts) if before is not None else []
+    result = trainer.train(resume_from_checkpoint=resume)
+    folder = trainer.save_model(output)
+    write_line(f"steps: {result.global_step}, mean loss {result.training_loss:.4f}")
+    if held_out:
+        after = trainer.evaluate()["eval_loss"]
+        told = f"{after:.4f}" if before is None else f"{before:.4f} before, {after:.4f} after"
+        perplexity = math.exp(min(after, 700))
+        write_line(f"eval_loss: {told} (perplexity {perplexity:.3g})")
+    for prompt, was, now in zip(prompts, answers, _answers(trainer, prompts), strict=False):
+        write_line(f"\n> {prompt[-1]['content']}\nbefore: {was}\nafter:  {now}")
+    write_line(f"\neverystep chat --adapter {folder}")
+
+
+def _files(data: Path | None, evaluated: Path | None) -> tuple[Any, Any]:
+    """Return the examples to train on and those to evaluate with, or None."""
+    own = files("everystep.train")
+    if data is None:
+        if evaluated is not None:
+            raise RequestError("--eval has no effect without --data", do="Pass --data FILE too")
+        note("training on the 200 dialogues that everystep has, of the keeper of a lighthouse")
+        return Path(str(own / "dialogues.jsonl")), Path(str(own / "held_out_dialogues.jsonl"))
+    return data, evaluated
+
+
+def _chosen(config: Path | None, given: Mapping[str, Any], rank: int | None) -> _Chosen:
+    """Return the choices of a run: what the command says, then what the file says, then ours."""
+    told = {} if config is None else _read(config)
+    lora, form = (told.pop(name, {}) for name in ("lora", "data"))
+    for name, one in (("lora", lora), ("data", form)):
+        if not isinstance(one, dict):
+            raise FormatError(f"{config}: [{name}] is no table", got=type(one).__name__)
+    _require_known(config, "lora", lora, es.LoraConfig)
+    _require_known(config, "data", form, es.DataForm)
+    run = {**_USUAL, **told, **given}
+    if "num_train_epochs" in given or "num_train_epochs" in told:
+        run.setdefault("max_steps", -1)
+    return _Chosen(run, {**_LORA, **lora, **({} if rank is None else {"r": rank})}, form)
+
+
+def _require_known(config: Path | None, name: str, given: Mapping[str, Any], kind: Any) -> None:
+    known = {one.name for one in fields(kind)}
+    unknown = [one for one in given if one not in known]
+    if unknown:
+        wanted = ", ".join(sorted(known))
+        raise FormatError(f"{config}: [{name}] knows no {unknown[0]!r}", wanted=wanted)
+
+
+def _read(config: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(config.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise MissingFileError(
+            f"{config} is not there", do="Give the path of a TOML file"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{config} is no TOML file", got=error) from error
+
+
+def _prompts(held_out: Any) -> list[list[dict[str, str]]]:
+    """Return the first questions of held-out dialogues, to be answered before and after."""
+    if held_out is None:
+        return []
+    examples = es.read_examples(held_out)
+    found = []
+    for number in range(min(_SHOWN, len(examples))):
+        example: Any = examples[number]
+        messages = example.get("messages") if isinstance(example, Mapping) else None
+        if messages:
+            found.append(list(messages[:-1]))
+    return found
+
+
+def _answers(trainer: es.Trainer, prompts: list[list[dict[str, str]]]) -> list[str]:
+    if not prompts:
+        return []
+    answers: list[str] = trainer.generate(prompts, max_new_tokens=48, do_sample=False)
+    return [" ".join(one.split()) for one in answers]

@@ -95,7 +95,8 @@ class ForeignModelError(EverystepError, RuntimeError):
 
 
 class TrainingError(EverystepError, RuntimeError):
-    """A run of training that cannot go on; its last checkpoint is whole."""
+    """A run of training that cannot go on; weights and checkpoints are as before the step that
+    failed."""
 
 
 class CapacityError(EverystepError, RuntimeError):

@@ -83,7 +83,9 @@ def check(name: str, call: Any, given: dict[str, Any]) -> None:
     try:
         called(model, call, given)
     except EverystepError as error:
-        assert not found and found.reason == str(error) == str(found)
+        assert not found and found.reason == str(found)
+        # An engine that runs compares a call with what it was opened with.
+        assert call == "AsyncEngine" or found.reason == str(error)
     else:
         assert found and str(found) == "yes" and found.call == call
 

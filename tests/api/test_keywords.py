@@ -128,6 +128,7 @@ def per_row_hints() -> set[str]:
     lists = {Sequence[int], Sequence[float]}
     found = {name for name, hint in hints.items() if lists & {*get_args(hint)}}
     ids = {name for name in found if name.endswith(("token_id", "_tokens"))}
+    ids -= {"max_new_tokens", "min_new_tokens"}
     return found - ids - {"dola_layers"}
 
 

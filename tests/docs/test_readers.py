@@ -30,6 +30,7 @@ TASKS = [
     Task("choose a model", "models", "Choosing a model"),
     Task("lm-eval", "with-other-programs", "With other programs"),
     Task("LoRA", "adapters", "Adapters"),
+    Task("train a model", "training", "Training"),
     Task("container", "install", "In a container"),
     Task("my model of transformers", "bridge", "Models of transformers and PEFT"),
     Task("write a processor", "processors", "Your own"),

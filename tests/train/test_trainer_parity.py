@@ -110,7 +110,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_steps_are_transformers(name: str, tmp_path: Path) -> None:
-    given = {"steps": 8, **CONFIGURATIONS[name]}
+    given = {"steps": 6, **CONFIGURATIONS[name]}
     alike(*theirs_and_ours(tmp_path, **given))
 
 

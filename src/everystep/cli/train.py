@@ -115,7 +115,7 @@ def train(
         peft_config=es.LoraConfig(**chosen.lora),
         form=es.DataForm(**chosen.form),
     )
-    note(repr(trainer.check()))
+    write_line(repr(trainer.check()))
     note(f"training {trainer.weights.count():,} numbers of an adapter")
     before = trainer.evaluate()["eval_loss"] if held_out and not resume else None
     prompts = _prompts(held_out)

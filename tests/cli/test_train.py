@@ -1,0 +1,78 @@
+"""`everystep train`: a LoRA from a file, that other commands run with."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import everystep as es
+from everystep.train.callbacks import log_of
+from tests.cli.running import Caller
+from tests.cli.tiny_model import write_tiny_model
+
+DATA = [
+    {"prompt": "the cat sat", "completion": " on the mat"},
+    {"prompt": "the dog sat", "completion": " by the door"},
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny model, with examples and a configuration beside it."""
+    lines = [json.dumps(one) + "\n" for one in DATA]
+    (tmp_path / "data.jsonl").write_text("".join(lines))
+    held_out = {"prompt": "a cat sat", "completion": " on the mat"}
+    (tmp_path / "eval.jsonl").write_text(json.dumps(held_out) + "\n")
+    (tmp_path / "run.toml").write_text(
+        "learning_rate = 2e-2\nlogging_steps = 5\nsave_strategy = 'steps'\nsave_steps = 10\n"
+        "[lora]\nr = 4\ntarget_modules = ['q_proj', 'down_proj']\n[data]\nmax_length = 64\n"
+    )
+    return write_tiny_model(tmp_path / "tiny")
+
+
+def test_an_adapter_is_made_that_other_commands_run_with(folder: Path, call: Caller) -> None:
+    beside = folder.parent
+    files = ("--data", str(beside / "data.jsonl"), "--eval", str(beside / "eval.jsonl"))
+    line = ("train", *files, "--config", str(beside / "run.toml"), "-m", str(folder))
+    out = call(*line, "--steps", "20", "--output", str(beside / "mine")).out
+    assert "2 rows with" in out and "⟦" in out
+    assert "steps: 20" in out and "before" in out and "after" in out
+    assert f"everystep chat --adapter {beside / 'mine'}" in out
+    config = json.loads((beside / "mine" / "adapter_config.json").read_text())
+    assert config["r"] == 4 and sorted(config["target_modules"]) == ["down_proj", "q_proj"]
+    before, after = map(float, re.findall(r"([\d.]+) (?:before|after)", out))
+    logged = [one["eval_loss"] for one in log_of(beside / "mine") if "eval_loss" in one]
+    assert after < before and logged[-1] == pytest.approx(after, abs=1e-4)
+    prompt = ("generate", "the cat sat", "-m", str(folder), "-n", "4")
+    adapted = call(*prompt, "--adapter", str(beside / "mine")).out
+    model, tokenizer = es.load(folder)
+    model.load_adapter(beside / "mine", "mine")
+    options = {"max_new_tokens": 4, "adapter_names": "mine"}
+    wanted = es.generate(model, tokenizer, "the cat sat", **options)
+    assert adapted.rstrip("\n") == wanted.rstrip("\n")
+    again = call(*line, "--steps", "20", "--output", str(beside / "mine"), "--resume").out
+    assert "steps: 20" in again
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        (("--eval", "eval.jsonl"), "--eval has no effect without --data"),
+        (("--data", "none.jsonl"), "none.jsonl"),
+        (("--data", "data.jsonl", "--config", "none.toml"), "none.toml is not there"),
+        (("--data", "data.jsonl", "--config", "data.jsonl"), "is no TOML file"),
+        (("--data", "data.jsonl", "--config", "wrong.toml"), "[lora] knows no 'rank'"),
+        (("--data", "data.jsonl", "--learning-rate", "-1"), "learning_rate"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    given: tuple[str, ...], told: str, folder: Path, call: Caller
+) -> None:
+    beside = folder.parent
+    (beside / "wrong.toml").write_text("[lora]\nrank = 4\n")
+    files = [str(beside / one) if "." in one and one[0] != "-" else one for one in given]
+    found = call("train", *files, "-m", str(folder), "--output", str(beside / "out"))
+    assert found.code in (1, 2) and told in " ".join(found.err.split())

@@ -66,6 +66,7 @@ def test_an_adapter_is_made_that_other_commands_run_with(folder: Path, call: Cal
         (("--data", "data.jsonl", "--config", "data.jsonl"), "is no TOML file"),
         (("--data", "data.jsonl", "--config", "wrong.toml"), "[lora] knows no 'rank'"),
         (("--data", "data.jsonl", "--learning-rate", "-1"), "learning_rate"),
+        (("--data", "data.jsonl", "--epochs", "1", "--steps", "2"), "two lengths of a run"),
     ],
 )
 def test_what_is_wrong_is_named(

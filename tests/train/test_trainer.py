@@ -105,6 +105,26 @@ def test_a_callback_that_gives_something_else_is_refused(tmp_path: Path) -> None
         made(tmp_path, callbacks=[object()])
 
 
+def test_training_again_begins_anew_from_the_weights_as_they_are(tmp_path: Path) -> None:
+    """With rates that begin where those of the first run did."""
+    run = made(tmp_path, logging_steps=1, learning_rate=0.01)
+    first = run.train()
+    rates = [one["learning_rate"] for one in run.state.log_history if "loss" in one]
+    second = run.train()
+    again = [one["learning_rate"] for one in run.state.log_history if "loss" in one]
+    assert again == rates and second.training_loss < first.training_loss
+
+
+def test_a_callback_may_end_a_run_before_its_first_epoch(tmp_path: Path) -> None:
+    class Ending(es.TrainerCallback):
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            control.should_training_stop = True
+
+    run = made(tmp_path, callbacks=[Ending], max_steps=5)
+    run.train()
+    assert run.state.global_step == 1
+
+
 def test_what_is_logged_is_in_a_file(tmp_path: Path) -> None:
     run = made(tmp_path, logging_steps=1, include_num_input_tokens_seen=True)
     run.train()

@@ -154,8 +154,11 @@ def _chosen(config: Path | None, given: Mapping[str, Any], rank: int | None) -> 
     _require_known(config, "lora", lora, es.LoraConfig)
     _require_known(config, "data", form, es.DataForm)
     run = {**_USUAL, **told, **given}
-    if "num_train_epochs" in given or "num_train_epochs" in told:
-        run.setdefault("max_steps", -1)
+    if "num_train_epochs" in given:
+        if "max_steps" in given:
+            do = "Pass one of them"
+            raise RequestError("--epochs and --steps are two lengths of a run", do=do)
+        run["max_steps"] = -1  # a file may say how many steps
     return _Chosen(run, {**_LORA, **lora, **({} if rank is None else {"r": rank})}, form)
 
 

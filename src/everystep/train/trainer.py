@@ -162,6 +162,7 @@ class Trainer:
         if self.args.recomputes:
             self.model.gradient_checkpointing_enable()
         self.state, self.control = TrainerState(), TrainerControl()
+        self._given = optimizers
         self.optimizer: Any = optimizers[0]
         self.lr_scheduler: Any = optimizers[1]
         shows = [] if self.args.disable_tqdm else [ProgressCallback]
@@ -282,8 +283,8 @@ class Trainer:
         if start is not None:
             self._go_on_from(start, plan)
         began, first = time.monotonic(), self.state.global_step
-        self._tell("on_train_begin")
         self.control.should_training_stop = False
+        self._tell("on_train_begin")
         if self.args.eval_on_start and start is None:
             self.evaluate()
         try:
@@ -327,9 +328,9 @@ class Trainer:
             train_batch_size=args.per_device_train_batch_size,
         )
         self._sums = _Sums()
-        if self.optimizer is None:
+        if self._given[0] is None:
             self.optimizer = optimiser_of(self.weights.named(), args)
-        if self.lr_scheduler is None:
+        if self._given[1] is None:
             factor = factor_of(
                 args.lr_scheduler_type,
                 args.warmup_of(plan.all_steps),

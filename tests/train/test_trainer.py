@@ -476,3 +476,58 @@ def test_runs_that_cannot_be_are_known_before_the_first_step(
 def test_there_are_no_subclasses() -> None:
     with pytest.raises(RequestError, match="no subclasses"):
         type("Mine", (es.Trainer,), {})
+
+
+def ragged(count: int) -> list[dict[str, list[int]]]:
+    """Rows of 3 to 9 ids, the first of which is not learned."""
+    rows = []
+    for number in range(count):
+        ids = [5 + (number * 7 + place * 11) % 80 for place in range(3 + number % 7)]
+        rows.append({"input_ids": [*ids, 2], "labels": [-100, *ids[1:], 2]})
+    return rows
+
+
+def stepped(
+    tmp_path: Path, collator: Any, dtype: torch.dtype = torch.float64, **given: Any
+) -> tuple[dict[str, Any], list[float]]:
+    said = {"max_steps": 4, "learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no"}
+    args = es.TrainingArguments(
+        output_dir=tmp_path, disable_tqdm=True, **{**said, "adam_epsilon": 1e-5, **given}
+    )
+    model = tiny_llama(vocab_size=97, dtype=dtype)
+    run = es.Trainer(model, args, collator, ragged(32))
+    run.train()
+    losses = [one["loss"] for one in run.state.log_history if "loss" in one]
+    return {name: one.detach() for name, one in run.weights.named().items()}, losses
+
+
+def test_packed_and_cut_batches_take_the_same_steps(tmp_path: Path) -> None:
+    """Rows in one packed row do not see each other, and eight in two batches are eight in one."""
+    wanted, losses = stepped(tmp_path / "a", padded, per_device_train_batch_size=8)
+    for name, collator, given in (
+        ("packed", es.DataCollatorWithFlattening(), {"per_device_train_batch_size": 8}),
+        (
+            "cut",
+            padded,
+            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        ),
+        (
+            "packed and cut",
+            es.DataCollatorWithFlattening(),
+            {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        ),
+    ):
+        weights, found = stepped(tmp_path / name, collator, **given)
+        assert found == pytest.approx(losses, rel=1e-9), name
+        for key, one in wanted.items():
+            assert torch.allclose(weights[key], one, rtol=0, atol=1e-9), (name, key)
+
+
+def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
+    """Weights and optimizer stay float32, and what is computed between is not."""
+    _, exact = stepped(tmp_path / "a", padded, torch.float32)
+    run = made(tmp_path / "b", bf16=True)
+    run.train()
+    assert {one.dtype for one in run.weights.named().values()} == {torch.float32}
+    _, rounded = stepped(tmp_path / "c", padded, torch.float32, bf16=True)
+    assert rounded == pytest.approx(exact, rel=3e-2) and rounded != exact

@@ -385,6 +385,7 @@ def test_an_adapter_is_trained_resumed_and_generates(tmp_path: Path) -> None:
     tokens = whole.generate([[5, 9]], max_new_tokens=6, do_sample=False, **_IDS)
     loaded = tiny_llama(vocab_size=97, dtype=torch.float32, quantize="int4")
     loaded.load_adapter(tmp_path / "whole" / "checkpoint-14", "mine")
+    assert loaded.train().training and not loaded.eval().training  # one that is fixed stays so
     options = {"max_new_tokens": 6, "do_sample": False, "adapter_names": "mine", **_IDS}
     assert es.generate(loaded, None, [[5, 9]], **options)[0].tokens == tokens[0].tokens
 

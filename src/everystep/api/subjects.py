@@ -276,7 +276,7 @@ class OwnSubject(Holder):
     def train(self, mode: bool) -> None:
         self._training = mode
         for adapter in self._adapters.values():
-            adapter.train(mode)
+            adapter.train(mode and adapter.learns)
 
     def recompute(self, recomputes: bool) -> None:
         self._core = recomputing(self._core, recomputes)

@@ -9,7 +9,7 @@ file knows nothing of how the values come about.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -120,13 +120,15 @@ class EncoderOutput(OutputFields):
 class CausalLMOutput(OutputFields):
     """`loss`: () where labels were given. `logits`: (B, T, V). `past_key_values`: the cache with
     these positions, or None. `hidden_states`: (B, T, E) before the first layer and after each, the
-    last one normalised. `attentions`: (B, H, T, S) of each layer."""
+    last one normalised. `attentions`: (B, H, T, S) of each layer. `logprobs`, an attribute alone:
+    (B, T) the logarithm of each label's probability, 0 for none."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     past_key_values: Any = None
     hidden_states: Layers | None = None
     attentions: Layers | None = None
+    logprobs: Tensor | None = field(default=None, kw_only=True)
 
 
 def encoder_states(outputs: Any, name: str = "encoder_outputs") -> Tensor:

@@ -98,6 +98,34 @@ def test_smoothed_labels_are_the_references(encodes: bool) -> None:
         assert float(found.detach()) == pytest.approx(float(wanted.detach()), abs=1e-6)
 
 
+@pytest.mark.parametrize("encodes", [False, True])
+def test_log_probabilities_of_labels_have_gradients(
+    encodes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(everystep.nn.loss, "_AT_ONCE", 500)
+    reference = reference_decoder("llama", torch.float64)
+    if encodes:
+        reference = reference_t5(torch.float64)
+    model = LanguageModel(ours(reference)).requires_grad_()
+    given = {"decoder_input_ids": IDS} if encodes else {}
+    found = model(IDS, labels=LABELS, output_logits=False, output_logprobs=True, **given)
+    assert found.logits is None and "logprobs" not in found and found.logprobs.shape == (3, 11)
+    logits = reference(IDS, **given).logits.log_softmax(-1)
+    if not encodes:
+        logits = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], dim=1)
+    wanted = logits.gather(2, LABELS.clamp(min=0)[..., None])[..., 0] * (LABELS != -100)
+    if not encodes:
+        wanted = wanted * (torch.arange(11) > 0)
+    assert torch.allclose(found.logprobs, wanted, atol=1e-6)
+    weights = torch.linspace(-1, 1, 33).view(3, 11)
+    (found.logprobs * weights).sum().backward()
+    (wanted * weights).sum().backward()
+    own = gradients(model)
+    for name, one in reference.named_parameters():
+        if name in own and one.grad is not None:
+            assert (own[name] - one.grad).abs().max() <= 1e-5 * one.grad.abs().max() + 1e-12, name
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe"])
 def test_recomputed_layers_have_the_same_gradients(kind: str) -> None:
     model = LanguageModel(ours(reference_decoder(kind, torch.float64))).requires_grad_()
@@ -157,6 +185,8 @@ def test_training_mode_changes_no_answer(pair: tuple[Any, LanguageModel]) -> Non
         ({"output_logits": 1}, "output_logits"),
         ({"labels": None, "num_items_in_batch": 3}, "num_items_in_batch belongs"),
         ({"labels": None, "label_smoothing": 0.1}, "label_smoothing belongs"),
+        ({"labels": None, "output_logprobs": True}, "output_logprobs belongs"),
+        ({"output_logprobs": "all"}, "output_logprobs"),
         ({"labels": LABELS[:, :4]}, "labels do not fit"),
         ({"labels": LABELS.T}, "labels do not fit"),
         ({"labels": LABELS, "logits_to_keep": 1}, "labels do not fit"),

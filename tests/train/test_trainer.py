@@ -358,6 +358,22 @@ def test_rollouts_are_of_the_weights_as_they_are_now(tmp_path: Path) -> None:
             assert torch.allclose(one.logprobs.logprobs, own, atol=1e-4)
 
 
+def test_a_frozen_copy_is_of_the_weights_of_now_and_runs_natively() -> None:
+    model = tiny_llama(vocab_size=97, dtype=torch.float32).requires_grad_()
+    ids = torch.tensor([[5, 9, 11]])
+    frozen = model.frozen()
+    wanted = model.generate(ids, max_new_tokens=6, do_sample=False)
+    assert torch.equal(frozen.generate(ids, max_new_tokens=6, do_sample=False), wanted)
+    assert model.runs_on.startswith("torch") and not frozen.runs_on.startswith("torch")
+    with torch.no_grad():
+        for one in model.parameters():
+            one.mul_(-0.5)
+    assert torch.equal(frozen.generate(ids, max_new_tokens=6, do_sample=False), wanted)
+    assert not torch.equal(model(ids).logits, frozen(ids).logits)
+    with pytest.raises(UnsupportedError, match="wrapped model"):
+        es.wrap(reference_decoder("llama", torch.float32)).frozen()
+
+
 def test_an_adapter_is_trained_resumed_and_generates(tmp_path: Path) -> None:
     """Over weights of 4 bits too, which stay as they are."""
     config = es.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.2)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from everystep.api.subjects import OwnSubject
@@ -14,7 +15,7 @@ from everystep.cache.containers import Cache, DynamicCache, EncoderDecoderCache
 from everystep.config.kinds import is_integer, is_number, require
 from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError, nearest, shown
 from everystep.executors.positions import require_positions
-from everystep.nn.loss import NO_LABEL, label_losses
+from everystep.nn.loss import NO_LABEL, label_logprobs, label_losses
 from everystep.nn.network import Heard, Placed, holds_states
 from everystep.outputs import CausalLMOutput, encoder_states
 from everystep.requests.absent import ARGUMENTS, refuse_argument
@@ -64,6 +65,7 @@ def forward(
     num_items_in_batch: int | Tensor | None = None,
     output_logits: bool = True,
     label_smoothing: float = 0.0,
+    output_logprobs: bool = False,
     adapter_names: object = None,
     adapters: object = None,
     decoder_inputs_embeds: Tensor | None = None,
@@ -79,8 +81,9 @@ def forward(
     the last positions logits are given, 0 for all, or (n,) of which. `labels` (B, T): ids whose
     loss is given, each predicted from what stands before it, -100 for none: the sum divided by
     `num_items_in_batch`, by how many labels there are unless given. `label_smoothing`: how much of
-    each label is spread over all ids. `output_logits`: whether logits are returned; without them
-    the loss never holds those of all positions at once. `input_features` (B, channels, frames):
+    each label is spread over all ids. `output_logprobs`: whether the log-probability of each label
+    is returned, (B, T). `output_logits`: whether logits are returned; without them the loss never
+    holds those of all positions at once. `input_features` (B, channels, frames):
     what an encoder of sounds reads; `encoder_outputs` stand in the place of an encoder's prompt.
     With one it is `decoder_input_ids` (B, T), or `decoder_inputs_embeds` (B, T, E) in their place,
     that come after what is cached; keys and values of the encoder's states are cached beside them.
@@ -90,7 +93,9 @@ def forward(
     `CausalLMOutput`, or with `return_dict=False` a tuple.
     """
     own = input_ids, attention_mask, position_ids, inputs_embeds, labels
-    require_loss_settings(num_items_in_batch, output_logits, label_smoothing, labels)
+    require_loss_settings(
+        num_items_in_batch, output_logits, output_logprobs, label_smoothing, labels
+    )
     decoded = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
     require_inputs(model, *own, decoder_input_ids, decoder_attention_mask, decoder_inputs_embeds)
     encoded = states_in_place(encoder_outputs, input_ids, inputs_embeds, input_features)
@@ -124,7 +129,7 @@ def forward(
     )
     head = core.network.logits
     logits = head(states.flatten(0, 1)).view(*states.shape[:2], -1) if output_logits else None
-    loss = None
+    loss, logprobs = None, None
     if whole is not None:
         # Each label is predicted from the position before it, or with an encoder from its own.
         aligned = model.is_encoder_decoder
@@ -136,7 +141,13 @@ def forward(
         )
         items = found.count if num_items_in_batch is None else num_items_in_batch
         loss = found.smoothed(label_smoothing) / items
-    result = CausalLMOutput(loss, logits, cache)
+        if output_logprobs:
+            each = label_logprobs(
+                head, predicting.flatten(0, 1), wanted.flatten(), model.vocab_size
+            ).view(wanted.shape)
+            # Nothing stands before the first label of a decoder.
+            logprobs = F.pad(each, (whole.shape[1] - each.shape[1], 0))
+    result = CausalLMOutput(loss, logits, cache, logprobs=logprobs)
     if heard is not None:
         result.hidden_states = tuple(heard.layers) if output_hidden_states else None
         result.attentions = tuple(heard.attentions) if output_attentions else None
@@ -158,17 +169,20 @@ def require_inputs(model: Subject, *given: object) -> None:
 
 
 def require_loss_settings(
-    items: object, output_logits: object, smoothing: object, labels: object
+    items: object, output_logits: object, logprobs: object, smoothing: object, labels: object
 ) -> None:
     """Refuse settings of a loss that cannot be, or that stand where there are no labels."""
-    require(isinstance(output_logits, bool), "output_logits", "True or False", output_logits)
+    for key, flag in (("output_logits", output_logits), ("output_logprobs", logprobs)):
+        require(isinstance(flag, bool), key, "True or False", flag)
     counts = is_number(items) or (isinstance(items, Tensor) and items.numel() == 1)
     fits = items is None or (counts and float(items) > 0)  # type: ignore[arg-type]
     require(fits, "num_items_in_batch", "how many labels the whole batch has", items)
     fits = is_number(smoothing) and 0 <= smoothing < 1  # type: ignore[operator]
     require(fits, "label_smoothing", "a number of at least 0 and below 1", smoothing)
-    if labels is None and (items is not None or smoothing):
-        name = "label_smoothing" if items is None else "num_items_in_batch"
+    asked = {"num_items_in_batch": items is not None, "label_smoothing": smoothing}
+    asked["output_logprobs"] = logprobs
+    if labels is None and any(asked.values()):
+        name = next(name for name, one in asked.items() if one)
         raise RequestError(f"{name} belongs to a loss", wanted="labels", do=f"Leave {name} out")
 
 

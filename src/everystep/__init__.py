@@ -209,6 +209,7 @@ if TYPE_CHECKING:
     from everystep.train.inspection import TrainedPiece as TrainedPiece
     from everystep.train.inspection import inspect_rows as inspect_rows
     from everystep.train.packing import pack_rows as pack_rows
+    from everystep.train.preference import PreferenceLoss as PreferenceLoss
     from everystep.train.state import TrainerControl as TrainerControl
     from everystep.train.state import TrainerState as TrainerState
     from everystep.train.state import TrainOutput as TrainOutput
@@ -320,6 +321,7 @@ _NAMES = {
     "train.forms": "DataForm TrainingRows read_rows",
     "train.inspection": "Inspection TrainedPiece inspect_rows",
     "train.packing": "pack_rows",
+    "train.preference": "PreferenceLoss",
     "train.state": "TrainerControl TrainerState TrainOutput",
     "train.trainer": "Trainer",
     "types": "AfterStep BeforeStep Event FinishReason Next PromptMoment",

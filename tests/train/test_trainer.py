@@ -313,7 +313,7 @@ def test_losses_of_your_own(tmp_path: Path) -> None:
     plain.train()
 
     def compute_loss(model: Any, batch: Any, items: int) -> Any:
-        return model(**batch, num_items_in_batch=items, use_cache=False).loss
+        return model(**batch, num_items_in_batch=items).loss
 
     def of_outputs(outputs: Any, labels: Any, num_items_in_batch: int) -> Any:
         logits, wanted = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()

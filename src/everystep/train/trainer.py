@@ -65,9 +65,10 @@ from everystep.train.state import TrainerControl, TrainerState, TrainOutput
 from everystep.train.weights import TrainedWeights, finite, trained_weights
 
 Batch = dict[str, Tensor]
-ComputeLoss = Callable[[LanguageModel, Batch, int], Tensor]
-"""The model, a batch, and how many labels the whole step has -> the () loss of the batch, a sum
-divided by that number."""
+ComputeLoss = Callable[[LanguageModel, dict[str, Any], int], Tensor]
+"""The model, a batch with what a forward is told beside it (`adapter_names`, `use_cache`), and how
+many labels the whole step has -> the () loss of the batch, a sum divided by that number. An object
+with `items_of(batch)` counts what the sum is divided by itself."""
 ComputeMetrics = Callable[[EvalPrediction], Mapping[str, float]]
 
 _OF_STEP, _OF_ROW, _OF_BATCH, _OF_CHECK = 1, 2, 3, 4
@@ -163,6 +164,7 @@ class Trainer:
             self.model.gradient_checkpointing_enable()
         self.state, self.control = TrainerState(), TrainerControl()
         self._given = optimizers
+        self._lengths: list[int] | None = None
         self.optimizer: Any = optimizers[0]
         self.lr_scheduler: Any = optimizers[1]
         shows = [] if self.args.disable_tqdm else [ProgressCallback]
@@ -234,29 +236,26 @@ class Trainer:
         return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     def _order(self, rows: TrainingRows, epoch: int) -> list[list[int]]:
-        args = self.args
-        lengths = None
-        if args.train_sampling_strategy == "group_by_length":
-            lengths = [len(row["input_ids"]) for row in rows]
-        order = epoch_order(
-            len(rows),
-            self._data_seed,
-            epoch,
-            args.train_sampling_strategy,
-            lengths,
-            args.per_device_train_batch_size,
-        )
+        """Return the rows of each batch of an epoch; those of one example stay together."""
+        args, each = self.args, rows.per_example
+        if args.train_sampling_strategy == "group_by_length" and self._lengths is None:
+            self._lengths = [len(rows[i * each]["input_ids"]) for i in range(len(rows) // each)]
         size, drops = args.per_device_train_batch_size, args.dataloader_drop_last
-        return batches_of(order, size, drop_last=drops)
+        strategy, lengths = args.train_sampling_strategy, self._lengths
+        order = epoch_order(len(rows) // each, self._data_seed, epoch, strategy, lengths, size)
+        return [
+            [one * each + own for one in batch for own in range(each)]
+            for batch in batches_of(order, size, drop_last=drops)
+        ]
 
     def _plan(self, rows: TrainingRows) -> _Plan:
-        args = self.args
-        batches = len(rows) // args.per_device_train_batch_size
+        args, examples = self.args, len(rows) // rows.per_example
+        batches = examples // args.per_device_train_batch_size
         if not args.dataloader_drop_last:
-            batches = math.ceil(len(rows) / args.per_device_train_batch_size)
+            batches = math.ceil(examples / args.per_device_train_batch_size)
         if not batches:
             what = "no batch is full, and dataloader_drop_last drops the others"
-            raise RequestError(what, got=f"{len(rows)} rows", do="Take a smaller batch")
+            raise RequestError(what, got=f"{examples} examples", do="Take a smaller batch")
         steps = math.ceil(batches / args.gradient_accumulation_steps)
         if args.max_steps >= 0:
             return _Plan(batches, steps, math.ceil(args.max_steps / steps), args.max_steps)
@@ -387,6 +386,13 @@ class Trainer:
                 self.state.num_input_tokens_seen += int(seen.sum()) if mask else seen.numel()
             if number < len(window) - 1:
                 self._tell("on_substep_end")
+        if all(one.grad is None for one in parameters):
+            raise RequestError(
+                "the loss does not depend on what is trained",
+                wanted=f"a gradient of {next(iter(named))}, say",
+                got="none",
+                do="Call model(**batch) in a loss of your own: batch says with which adapter",
+            )
         norm = self._clipped(parameters)
         if not math.isfinite(norm):
             self._stop("gradient", finite(named), places)
@@ -403,6 +409,9 @@ class Trainer:
         """Return how many labels of a batch are learned: the first of a row has nothing before it,
         unless an encoder stands there."""
         labels = batch.get("labels")
+        counted = getattr(self._compute_loss, "items_of", None)
+        if counted is not None:
+            return int(counted(batch))
         if labels is None:
             if self._compute_loss is None:
                 raise RequestError("a batch has no labels", wanted="labels", got=", ".join(batch))
@@ -414,7 +423,10 @@ class Trainer:
         """Return the () loss of a batch: the sum over its labels, divided by `items`."""
         with self._autocast():
             if self._compute_loss is not None:
-                return self._required_loss(self._compute_loss(self.model, dict(batch), items))
+                told = self.weights.arguments(wants_logits=True)
+                told.pop("output_logits", None)
+                given = {**batch, **told}
+                return self._required_loss(self._compute_loss(self.model, given, items))
             if self._loss_func is not None:
                 inputs = {name: one for name, one in batch.items() if name != "labels"}
                 outputs = self.model(**inputs, **self.weights.arguments(wants_logits=True))
@@ -681,7 +693,8 @@ class Trainer:
         total, items = 0.0, 0
         logits: list[Tensor] = []
         labels: list[Tensor] = []
-        order = batches_of(range(len(rows)), self.args.per_device_eval_batch_size)
+        size = self.args.per_device_eval_batch_size * rows.per_example
+        order = batches_of(range(len(rows)), size)
         for number, places in enumerate(order):
             batch = self._fetched(rows, places, 0, number)
             own = self._labels_of(batch)

@@ -60,6 +60,33 @@ def test_a_run_that_stopped_goes_on_to_the_bit(
     require_equal({**found, "logs": ended}, {**whole, "logs": wanted})
 
 
+class Short(es.TrainerCallback):
+    """Ends each epoch after its third step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        control.should_epoch_stop = (state.epoch % 1) > 0.7
+
+
+@pytest.mark.parametrize("step", [2, 3, 4, 6, 8])
+def test_a_run_of_short_epochs_with_evaluations_goes_on_to_the_bit(
+    step: int, tmp_path: Path
+) -> None:
+    """Where an epoch ended before its last step, and where a checkpoint was written at its end."""
+    given: dict[str, Any] = {"max_steps": 11, "eval_strategy": "epoch", "save_steps": 1}
+    given |= {"eval_dataset": [{"input_ids": [1, 3, 2], "labels": [-100, 3, 2]}]}
+    whole = trainer(tmp_path / "whole", callbacks=[Short], **given)
+    whole.train()
+    epochs = [one["epoch"] for one in whole.state.log_history if "eval_loss" in one]
+    assert len(epochs) == 3 and whole.state.global_step == 9
+    trainer(tmp_path / "cut", callbacks=[Short, StopAt(step)], **given).train()
+    again = trainer(tmp_path / "cut", callbacks=[Short], **given)
+    again.train(resume_from_checkpoint=tmp_path / "cut" / f"checkpoint-{step}")
+    found, wanted = outcome(again), outcome(whole)
+    assert all(torch.equal(found["weights"][name], one) for name, one in wanted["weights"].items())
+    told = [[one for one in each["logs"] if "train_loss" not in one] for each in (found, wanted)]
+    assert told[0] == told[1]
+
+
 def test_a_run_leaves_global_generators_as_they_were(tmp_path: Path) -> None:
     run = trainer(tmp_path, max_steps=2)
     torch.manual_seed(5)

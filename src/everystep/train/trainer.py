@@ -84,6 +84,14 @@ class _Sums:
 
 
 @dataclass(frozen=True, slots=True)
+class _Place:
+    """The epoch that a run is in, and how many steps of it are done."""
+
+    epoch: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Plan:
     """The length of a run: batches and steps of an epoch, epochs, and steps of all of them."""
 
@@ -170,7 +178,8 @@ class Trainer:
         shows = [] if self.args.disable_tqdm else [ProgressCallback]
         boards = [TensorBoardCallback] if "tensorboard" in self.args.reports else []
         self._callbacks = Callbacks([DefaultFlow, *callbacks, LogFile, *boards, *shows])
-        self._sums, self._norm, self._rate = _Sums(), 0.0, 0.0
+        self._sums, self._place = _Sums(), _Place(0, 0)
+        self._norm, self._rate = 0.0, 0.0
         self._tell("on_init_end")
 
     def __init_subclass__(cls) -> NoReturn:
@@ -287,8 +296,8 @@ class Trainer:
         if self.args.eval_on_start and start is None:
             self.evaluate()
         try:
-            for epoch in range(self.state.global_step // plan.steps, plan.epochs):
-                if self.state.global_step >= plan.all_steps:
+            for epoch in range(self._place.epoch, plan.epochs):
+                if self.state.global_step >= plan.all_steps and self._place.steps == 0:
                     break
                 self._run_epoch(rows, epoch, plan)
                 if self.control.should_training_stop:
@@ -326,7 +335,7 @@ class Trainer:
             save_steps=args.steps_of("save", plan.all_steps),
             train_batch_size=args.per_device_train_batch_size,
         )
-        self._sums = _Sums()
+        self._sums, self._place = _Sums(), _Place(0, 0)
         if self._given[0] is None:
             self.optimizer = optimiser_of(self.weights.named(), args)
         if self._given[1] is None:
@@ -343,19 +352,22 @@ class Trainer:
         self.control.should_epoch_stop = False
         self._tell("on_epoch_begin")
         batches, size = self._order(rows, epoch), self.args.gradient_accumulation_steps
-        done = self.state.global_step - epoch * plan.steps
-        if self.args.ignore_data_skip:
-            done = 0
-        for step in range(done, plan.steps):
+        for step in range(self._place.steps, plan.steps):
+            if self.state.global_step >= plan.all_steps:
+                break
             numbers = range(step * size, min((step + 1) * size, len(batches)))
             window = [self._fetched(rows, batches[one], epoch, one) for one in numbers]
             self._step(window, [batches[one] for one in numbers])
             self.state.epoch = epoch + (numbers.stop / len(batches))
             self._tell("on_step_end")
+            ended = self.control.should_epoch_stop
+            self._place = _Place(epoch, plan.steps if ended else step + 1)
             self._follow()
             if self.control.should_epoch_stop or self.control.should_training_stop:
                 break
         self._tell("on_epoch_end")
+        if self._place.steps >= plan.steps or self.control.should_epoch_stop:
+            self._place = _Place(epoch + 1, 0)
         self._follow()
 
     def _step(self, window: Sequence[Batch], places: Sequence[Sequence[int]]) -> None:
@@ -587,6 +599,7 @@ class Trainer:
             "loss": sums.loss,
             "logged_step": sums.logged_step,
             "whole": sums.whole,
+            "place": [self._place.epoch, self._place.steps],
             "schedule": None if only_model else self.lr_scheduler.state_dict(),
         }
         optimizer = None if only_model else self.optimizer.state_dict()
@@ -615,6 +628,9 @@ class Trainer:
         self._callbacks.load_states(state.stateful_callbacks)
         more = kept.more
         self._sums = _Sums(more["loss"], more["logged_step"], more["whole"])
+        self._place = _Place(*more["place"])
+        if self.args.ignore_data_skip:
+            self._place = _Place(self._place.epoch, 0)
 
     def _load_best(self) -> None:
         """Take the weights of the best checkpoint, where that was asked for."""

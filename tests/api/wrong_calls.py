@@ -277,7 +277,8 @@ OBJECTS: list[Wrong] = [
     ("a loop over a mask with holes",
      {"custom_generate": print, "attention_mask": torch.tensor([[1, 0, 1], [1, 1, 1]])}, Absent,
      ["custom_generate", "mask"]),
-    ("seeded loop", {"custom_generate": print, "seed": [3]}, Absent, ["custom_generate", "seed"]),
+    ("seeds of other rows", {"custom_generate": print, "seed": [3]}, RequestError,
+     ["seed does not fit", "[3]"]),
 ]
 # fmt: on
 WRONG: list[Wrong] = [*NAMES, *PROMPTS, *LENGTHS, *CHOICES, *TOKENS, *OBJECTS]

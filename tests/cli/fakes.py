@@ -114,6 +114,8 @@ class FakeGenerated:
     cached_tokens: int = 0
     logprobs: None = None
     prompt_logprobs: None = None
+    hidden_states: None = None
+    attentions: None = None
 
 
 class FakeStream:

@@ -21,7 +21,18 @@ from tests.reading import ROOT
 
 TREE = typer.main.get_command(app)
 COMMANDS = (
-    *("generate", "chat", "transcribe", "pull", "models", "info", "doctor", "bench", "quantize"),
+    *(
+        "generate",
+        "chat",
+        "transcribe",
+        "train",
+        "pull",
+        "models",
+        "info",
+        "doctor",
+        "bench",
+        "quantize",
+    ),
     *("perplexity", "verify", "completion"),
 )
 GROUPED = ("models list", "models remove", *(f"completion {shell}" for shell in SCRIPTS))

@@ -84,13 +84,12 @@ def can(
     """
     one_of(*get_args(CallName)).checked(call, "call")
     prompt = _any_prompt(subject) if prompt is None else prompt
-    ask: Callable[..., None] = _of_prompts
-    if call == "model.generate":
-        ask = partial(_of_rectangle, model)
+    rectangle = call == "model.generate"
+    ask = partial(_of_rectangle, model) if rectangle else partial(_of_prompts, call)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            ask(subject, call, dict(given), prompt, tokenizer)
+            ask(subject, dict(given), prompt, tokenizer)
         except EverystepError as error:
             return Capability(call, str(error))
     return Capability(call)
@@ -123,7 +122,6 @@ def _any_prompt(subject: Subject) -> PromptLike:
 def _of_rectangle(
     model: Any,
     subject: Subject,
-    call: str,
     given: dict[str, object],
     prompt: PromptLike,
     tokenizer: TokenizerLike | None,
@@ -159,8 +157,8 @@ def _of_rectangle(
 
 
 def _of_prompts(
-    subject: Subject,
     call: str,
+    subject: Subject,
     given: dict[str, object],
     prompt: PromptLike,
     tokenizer: TokenizerLike | None,

@@ -19,10 +19,11 @@ from torch.nn import functional as F
 from everystep.api.model import LanguageModel
 from everystep.config.kinds import is_integer, is_number, require
 from everystep.errors import RequestError, UnsupportedError, shown
+from everystep.nn.loss import NO_LABEL
 from everystep.requests.arrays import require as require_methods
 from everystep.requests.prompts import TokenizerLike
 from everystep.text.batch import FILL
-from everystep.train.row import IGNORED, length_of, numbers_of, read_row
+from everystep.train.row import length_of, numbers_of, read_row
 
 Values = dict[str, Tensor]
 
@@ -103,7 +104,7 @@ class DataCollatorForLanguageModeling:
                 row["labels"] = row["input_ids"]
                 if "attention_mask" in row:
                     hidden = row["attention_mask"] == 0
-                    row["labels"] = row["labels"].masked_fill(hidden, IGNORED)
+                    row["labels"] = row["labels"].masked_fill(hidden, NO_LABEL)
         return _batch(rows, self, True, None)
 
 
@@ -119,7 +120,7 @@ class DataCollatorForSeq2Seq:
     padding: bool | str = True
     max_length: int | None = None
     pad_to_multiple_of: int | None = None
-    label_pad_token_id: int = IGNORED
+    label_pad_token_id: int = NO_LABEL
     return_tensors: str = "pt"
 
     def __post_init__(self) -> None:
@@ -137,7 +138,7 @@ class DataCollatorForSeq2Seq:
         most = self.max_length if self.padding == "max_length" else None
         length = _target([len(one) for one in labels], self.padding, most, self.pad_to_multiple_of)
         side = self.tokenizer.padding_side
-        batch["labels"] = torch.stack([_line(one, length, IGNORED, side) for one in labels])
+        batch["labels"] = torch.stack([_line(one, length, NO_LABEL, side) for one in labels])
         if self.model is not None and self.model.is_encoder_decoder:
             batch["decoder_input_ids"] = _after_start(batch["labels"], self.model)
         elif self.model is not None:
@@ -156,7 +157,7 @@ class DataCollatorWithFlattening:
     return_tensors: str = "pt"
     _: KW_ONLY
     return_position_ids: bool = True
-    separator_id: int = IGNORED
+    separator_id: int = NO_LABEL
     return_flash_attn_kwargs: bool = False
     return_seq_idx: bool = False
     position_ids_start: int = 0
@@ -181,7 +182,7 @@ class DataCollatorWithFlattening:
         ids = [row["input_ids"] for _, row in rows]
         labels = [row.get("labels", row["input_ids"]).clone() for _, row in rows]
         for one in labels:
-            one[0] = IGNORED  # predicted from the last token of another row
+            one[0] = NO_LABEL  # predicted from the last token of another row
         begin = self.position_ids_start
         places = [torch.arange(begin, begin + len(one)) for one in ids]
         columns = {"input_ids": ids, "labels": labels, "position_ids": places}
@@ -244,9 +245,9 @@ def _require_tensors(kind: object) -> None:
 
 
 def _require_ignored(name: str, value: object) -> None:
-    if value != IGNORED:
+    if value != NO_LABEL:
         do = f"Leave {name} out"
-        raise UnsupportedError(f"{name} is no other label", wanted=IGNORED, got=value, do=do)
+        raise UnsupportedError(f"{name} is no other label", wanted=NO_LABEL, got=value, do=do)
 
 
 # --- rows as they come ----------------------------------------------------------------------------
@@ -333,7 +334,7 @@ def _batch(
 def _predictable(labels: Tensor, mask: Tensor) -> Tensor:
     """Return (B, T) labels without those behind padding: nothing there could predict them."""
     before = F.pad(mask[:, :-1], (1, 0), value=1)
-    return labels.masked_fill((before == 0) & (mask != 0), IGNORED)
+    return labels.masked_fill((before == 0) & (mask != 0), NO_LABEL)
 
 
 def _seen(row: Values) -> Tensor:
@@ -420,4 +421,4 @@ def _after_start(labels: Tensor, model: LanguageModel) -> Tensor:
         raise RequestError("the model says no first token of a decoder", got=shown(found), do=do)
     begin = torch.full_like(labels[:, :1], int(start))
     shifted = torch.cat([begin, labels[:, :-1]], dim=1)
-    return shifted.masked_fill(shifted == IGNORED, int(pad))
+    return shifted.masked_fill(shifted == NO_LABEL, int(pad))

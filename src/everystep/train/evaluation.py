@@ -20,9 +20,9 @@ from everystep.api.many import generate
 from everystep.api.model import LanguageModel
 from everystep.drivers.generated import Generated
 from everystep.errors import RequestError
+from everystep.nn.loss import NO_LABEL
 from everystep.requests.prompts import TokenizerLike
 
-NO_LABEL = -100
 _CUT_SHARE = 0.5
 """Above this share of answers that ended by their length there is a warning."""
 

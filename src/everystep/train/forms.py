@@ -19,10 +19,11 @@ from everystep.config.kinds import is_integer, require
 from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError, nearest, shown
 from everystep.files.strict_json import parse_list
 from everystep.images.tokenizer import has_pictures
+from everystep.nn.loss import NO_LABEL
 from everystep.requests.prompts import Messages, TokenizerLike, is_messages
 from everystep.text.message_parts import refuse_unread_parts
 from everystep.train.data_files import DataLike, Examples, read_examples
-from everystep.train.row import IGNORED, PER_POSITION, length_of, naming, read_row
+from everystep.train.row import PER_POSITION, length_of, naming, read_row
 
 Kind: TypeAlias = Literal["ids", "preference", "messages", "prompt_completion", "text"]
 """Forms of examples; of a preference there are two rows."""
@@ -308,7 +309,7 @@ class _Reading:
                 what = f"{name} has another length than the ids"
                 raise RequestError(what, wanted=len(learned), got=len(mask))
             learned &= mask if asked[name] else True
-        row["labels"] = row["input_ids"].masked_fill(~learned, IGNORED)
+        row["labels"] = row["input_ids"].masked_fill(~learned, NO_LABEL)
         return row
 
     # --- texts ------------------------------------------------------------------------------------
@@ -461,7 +462,7 @@ def end_ids(model: LanguageModel | None, tokenizer: TokenizerLike | None) -> set
 
 def _made(ids: list[int], learned: list[bool]) -> dict[str, Tensor]:
     """Return a row of ids whose labels are those that are learned."""
-    labels = [one if is_learned else IGNORED for one, is_learned in zip(ids, learned, strict=True)]
+    labels = [one if is_learned else NO_LABEL for one, is_learned in zip(ids, learned, strict=True)]
     return read_row({"input_ids": ids, "labels": labels}, "the row")
 
 

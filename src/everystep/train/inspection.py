@@ -20,12 +20,13 @@ from everystep.api.forward import forward
 from everystep.api.model import LanguageModel
 from everystep.config.kinds import is_integer, require
 from everystep.errors import RequestError, UnknownArgumentError, nearest, shown
+from everystep.nn.loss import NO_LABEL
 from everystep.requests.pictures import prompt_names
 from everystep.requests.prompts import TokenizerLike
 from everystep.shown import cut, table
 from everystep.train.data_files import Indexed
 from everystep.train.forms import TrainingRows, end_ids
-from everystep.train.row import IGNORED, length_of, naming, prompt_of, read_row
+from everystep.train.row import length_of, naming, prompt_of, read_row
 
 Collator = Callable[[list[Mapping[str, object]]], Mapping[str, object]]
 
@@ -173,7 +174,7 @@ class _Judge:
             labels = row["labels"]
             found.rows += 1
             found.tokens += len(labels)
-            found.trained += int((labels != IGNORED).sum())
+            found.trained += int((labels != NO_LABEL).sum())
             found.longest = max(found.longest, length_of(row, where))
             found.ending += bool(self.ends & {*labels.tolist()})
             if "input_ids" in row:
@@ -220,7 +221,7 @@ class _Judge:
         for key in ("input_ids", "labels"):
             values = row.get(key, torch.empty(0, dtype=torch.int64))
             for one in values[(values >= size) | (values < 0)].tolist():
-                if one not in special | ({IGNORED} if key == "labels" else set()):
+                if one not in special | ({NO_LABEL} if key == "labels" else set()):
                     do = "Check that tokenizer and model belong together"
                     what = f"{name}: {key} holds an id outside the vocabulary"
                     wanted = f"0 to {size - 1}" + (" or -100" if key == "labels" else "")
@@ -236,7 +237,7 @@ class _Judge:
         """Refuse a row of which nothing is learned, or padding."""
         labels = row["labels"]
         # The first label of a decoder has nothing before it that could predict it.
-        if not bool((labels[0 if encodes else 1 :] != IGNORED).any()):
+        if not bool((labels[0 if encodes else 1 :] != NO_LABEL).any()):
             raise RequestError(
                 f"nothing is learned from {name}: all of its labels are -100",
                 wanted="at least one label behind the first position",
@@ -244,11 +245,11 @@ class _Judge:
                 do="Look at the prompt's length, at max_length and at roles, or leave the row out",
             )
         hidden = None if encodes else row.get("attention_mask")
-        padding = labels == (IGNORED if self.pad is None else self.pad)
+        padding = labels == (NO_LABEL if self.pad is None else self.pad)
         if hidden is not None:
             padding = padding | (hidden == 0)
-        if bool((padding & (labels != IGNORED)).any()):
-            place = int((padding & (labels != IGNORED)).nonzero()[0])
+        if bool((padding & (labels != NO_LABEL)).any()):
+            place = int((padding & (labels != NO_LABEL)).nonzero()[0])
             do = "Set labels to -100 there; collators do so for what they pad"
             raise RequestError(f"{name} learns padding", got=f"a label at place {place}", do=do)
 
@@ -288,7 +289,7 @@ class _Judge:
                 what = "labels stand on the wrong axis" if turned else "labels do not fit the ids"
                 do, shapes = "Give each id one, (B, T)", (tuple(inputs.shape), tuple(labels.shape))
                 raise RequestError(what, wanted=shapes[0], got=shapes[1], do=do)
-            if bool((labels == IGNORED).all()):
+            if bool((labels == NO_LABEL).all()):
                 raise RequestError("nothing is learned: all labels are -100", do="See es.read_rows")
 
 
@@ -322,7 +323,7 @@ def _pieces(row: Mapping[str, Tensor], tokenizer: TokenizerLike | None) -> Itera
         yield TrainedPiece(_said(ids.tolist(), tokenizer), False)
         ids = labels
     places: Sequence[int] = range(len(ids))
-    for is_trained, run in groupby(places, key=lambda place: int(labels[place]) != IGNORED):
+    for is_trained, run in groupby(places, key=lambda place: int(labels[place]) != NO_LABEL):
         yield TrainedPiece(_said([int(ids[place]) for place in run], tokenizer), is_trained)
 
 

@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from everystep.errors import EverystepError, RequestError, shown
+from everystep.nn.loss import NO_LABEL
 from everystep.requests.arrays import as_numbers
 
-IGNORED = -100
-"""The label of a position where nothing is learned."""
 PER_POSITION = ("input_ids", "labels", "attention_mask", "position_ids", "token_type_ids")
 """Keys whose values have one number for each position of their row."""
 _MADE = "Make rows with es.read_rows, or with a tokenizer"
@@ -106,7 +105,7 @@ def prompt_of(row: Mapping[str, Tensor]) -> tuple[int, ...]:
     ids, labels = row["input_ids"], row.get("labels")
     if labels is None or len(labels) != len(ids):
         return tuple(ids.tolist())
-    learned = (labels != IGNORED).nonzero()
+    learned = (labels != NO_LABEL).nonzero()
     return tuple(ids[: int(learned[0])].tolist() if len(learned) else ids.tolist())
 
 

@@ -24,6 +24,7 @@ from everystep.api.many import generate
 from everystep.api.model import LanguageModel, wrap
 from everystep.config.kinds import is_number
 from everystep.errors import RequestError, TrainingError, shown
+from everystep.nn.loss import NO_LABEL
 from everystep.requests.arrays import require
 from everystep.requests.prompts import TokenizerLike
 from everystep.train.arguments import TrainingArguments
@@ -47,7 +48,6 @@ from everystep.train.checkpoints import (
 from everystep.train.collators import DataCollatorForSeq2Seq, default_data_collator
 from everystep.train.data_files import DataLike
 from everystep.train.evaluation import (
-    NO_LABEL,
     EvalPrediction,
     PredictionOutput,
     answers_of,
@@ -62,7 +62,7 @@ from everystep.train.order import batches_of, epoch_order, keyed_randomness
 from everystep.train.row import read_row
 from everystep.train.schedules import factor_of
 from everystep.train.state import TrainerControl, TrainerState, TrainOutput
-from everystep.train.weights import TrainedWeights, finite, trained_weights
+from everystep.train.weights import TrainedWeights, name_without_numbers, trained_weights
 
 Batch = dict[str, Tensor]
 ComputeLoss = Callable[[LanguageModel, dict[str, Any], int], Tensor]
@@ -387,7 +387,7 @@ class Trainer:
         for number, batch in enumerate(window):
             key = self.args.seed, _OF_STEP, self.state.global_step, number
             with keyed_randomness(*key, device=self.model.device):
-                loss = self._loss(batch, items)
+                loss, _ = self._loss(batch, items)
                 self._require_finite(loss, places[number])
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -407,7 +407,7 @@ class Trainer:
             )
         norm = self._clipped(parameters)
         if not math.isfinite(norm):
-            self._stop("gradient", finite(named), places)
+            self._stop("gradient", name_without_numbers(named), places)
         self._tell("on_pre_optimizer_step")
         self.optimizer.step()
         self._tell("on_optimizer_step")
@@ -431,30 +431,32 @@ class Trainer:
         own = labels if self.model.is_encoder_decoder else labels[:, 1:]
         return int((own != NO_LABEL).sum())
 
-    def _loss(self, batch: Batch, items: int) -> Tensor:
-        """Return the () loss of a batch: the sum over its labels, divided by `items`."""
+    def _loss(
+        self, batch: Batch, items: int, *, wants_logits: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the () loss of a batch, the sum over its labels divided by `items`, and its
+        logits where they are wanted and the loss is not one of the caller's own forward."""
+        told = self.weights.arguments(wants_logits=wants_logits or self._loss_func is not None)
         with self._autocast():
             if self._compute_loss is not None:
-                told = self.weights.arguments(wants_logits=True)
                 told.pop("output_logits", None)
-                given = {**batch, **told}
-                return self._required_loss(self._compute_loss(self.model, given, items))
+                found = self._compute_loss(self.model, {**batch, **told}, items)
+                return self._required_loss(found), None
             if self._loss_func is not None:
                 inputs = {name: one for name, one in batch.items() if name != "labels"}
-                outputs = self.model(**inputs, **self.weights.arguments(wants_logits=True))
+                outputs = self.model(**inputs, **told)
                 labels = batch.get("labels")
                 found = self._loss_func(outputs, labels, num_items_in_batch=items)
-                return self._required_loss(found)
-            told = self.weights.arguments(wants_logits=False)
+                return self._required_loss(found), outputs.logits
             if self.model.module is not None:
                 own = self._labels_of(batch)
                 outputs = self.model(**batch, **told)
                 # A module gives the mean of the batch, whose share of the step this is.
-                return outputs.loss * (own / items) if own else outputs.logits.sum() * 0
-            told["label_smoothing"] = self.args.label_smoothing_factor
+                share = outputs.loss * (own / items) if own else outputs.logits.sum() * 0
+                return share, outputs.logits
+            told |= {"label_smoothing": self.args.label_smoothing_factor}
             outputs = self.model(**batch, **told, num_items_in_batch=items)
-            found_loss: Tensor = outputs.loss
-            return found_loss
+            return outputs.loss, outputs.logits
 
     def _autocast(self) -> AbstractContextManager[object]:
         if not self.args.bf16:
@@ -714,17 +716,22 @@ class Trainer:
         for number, places in enumerate(order):
             batch = self._fetched(rows, places, 0, number)
             own = self._labels_of(batch)
+            loss, found = self._loss(batch, max(own, 1), wants_logits=wants_logits)
             if wants_logits:
-                inputs = {name: one for name, one in batch.items() if name != "labels"}
-                with self._autocast():
-                    outputs = self.model(**inputs, **self.weights.arguments(wants_logits=True))
-                logits.append(outputs.logits)
+                logits.append(self._logits(batch) if found is None else found)
                 labels.append(batch["labels"])
             if own:
-                total += float(self._loss(batch, own)) * own
+                total += float(loss) * own
                 items += own
             self._tell("on_prediction_step")
         return total / max(items, 1), logits, labels, len(order)
+
+    def _logits(self, batch: Batch) -> Tensor:
+        inputs = {name: one for name, one in batch.items() if name != "labels"}
+        with self._autocast():
+            outputs = self.model(**inputs, **self.weights.arguments(wants_logits=True))
+        found: Tensor = outputs.logits
+        return found
 
     def _generated(self, rows: TrainingRows) -> EvalPrediction:
         source = self.model.is_encoder_decoder

@@ -201,7 +201,7 @@ def trained_weights(
     return AdapterWeights(model, peft_config, name)
 
 
-def finite(tensors: Mapping[str, Tensor]) -> str | None:
+def name_without_numbers(tensors: Mapping[str, Tensor]) -> str | None:
     """Return the first name whose gradient is not all numbers, None where all are."""
     for name, one in tensors.items():
         if one.grad is not None and not bool(torch.isfinite(one.grad).all()):

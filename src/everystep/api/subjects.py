@@ -158,7 +158,7 @@ class Holder(Subject, Protocol):
         """Let the weights require gradients, or no longer."""
 
     @abstractmethod
-    def frozen(self) -> Holder:
+    def frozen(self, adapters: Merged | None) -> Holder:
         """Return one with a copy of the weights of now, as they are read fastest."""
 
     @abstractmethod
@@ -387,16 +387,19 @@ class OwnSubject(Holder):
             for _, weight in self.named_parameters():
                 weight.requires_grad_(requires_grad)
 
-    def frozen(self) -> OwnSubject:
+    def frozen(self, adapters: Merged | None) -> OwnSubject:
         in_panels = partial(holds_panels, self._executor_name)
+        core, kept = self._core, self._adapters
+        if adapters is not None:
+            core, kept = with_merged(core, kept, adapters), {}
         made = OwnSubject(
-            convert_model(self._core, in_panels=in_panels, learns=False),
+            convert_model(core, in_panels=in_panels, learns=False),
             self._config,
             self.name_or_path,
             self._executor_name,
             self._cache_dtype,
         )
-        made.given_inputs, made._adapters = self.given_inputs, self._adapters
+        made.given_inputs, made._adapters = self.given_inputs, kept
         return made
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -565,7 +568,7 @@ class WrappedSubject(Holder):
     def requires_grad_(self, requires_grad: bool) -> None:
         self._module.requires_grad_(requires_grad)
 
-    def frozen(self) -> Holder:
+    def frozen(self, adapters: Merged | None) -> Holder:
         raise UnsupportedError(
             "the weights of a wrapped model are its own library's",
             do="Save it with save_pretrained, and load the folder",

@@ -147,8 +147,8 @@ def train(
         write_line(f"eval_loss: {told} (perplexity {perplexity:.3g})")
     if before is not None:
         for (prompt, was), (_, now) in zip(first, trainer.samples, strict=True):
-            told = [" ".join(text.split()) for text in (was, now)]
-            write_line(f"\n> {prompt[-1]['content']}\nbefore: {told[0]}\nafter:  {told[1]}")
+            old, new = (" ".join(text.split()) for text in (was, now))
+            write_line(f"\n> {prompt[-1]['content']}\nbefore: {old}\nafter:  {new}")
     if export is not None:
         note(f"writing {trainer.export(export)}")
     write_line(f"\neverystep chat --adapter {folder}")

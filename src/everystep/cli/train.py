@@ -121,6 +121,7 @@ def train(
     args = es.TrainingArguments(
         output_dir=output, disable_tqdm=not is_terminal(sys.stderr), **chosen.run
     )
+    prompts = _prompts(held_out)
     trainer = es.Trainer(
         loaded,
         args,
@@ -129,7 +130,7 @@ def train(
         processing_class=tokenizer,
         peft_config=es.LoraConfig(**chosen.lora),
         form=es.DataForm(**chosen.form),
-        sample_prompts=_prompts(held_out),
+        sample_prompts=prompts,
     )
     write_line(repr(trainer.check()))
     note(f"training {trainer.weights.count():,} numbers of an adapter, in {trainer.estimate()}")
@@ -146,7 +147,7 @@ def train(
         perplexity = math.exp(min(after, 700))
         write_line(f"eval_loss: {told} (perplexity {perplexity:.3g})")
     if before is not None:
-        for (prompt, was), (_, now) in zip(first, trainer.samples, strict=True):
+        for prompt, (_, was), (_, now) in zip(prompts, first, trainer.samples, strict=True):
             old, new = (" ".join(text.split()) for text in (was, now))
             write_line(f"\n> {prompt[-1]['content']}\nbefore: {old}\nafter:  {new}")
     if export is not None:

@@ -137,7 +137,8 @@ class _LearningLinear(LinearMap):
     def _changed(self, y: Tensor, x: Tensor, parts: tuple[_Part, ...]) -> Tensor:
         # Parts lie side by side, perhaps with rows between them that nobody changes.
         ends = [0, *(end for part in parts for end in (part.start, part.stop)), y.shape[1]]
-        pieces = list(y.split([stop - start for start, stop in pairwise(ends)], dim=1))
+        sizes = [stop - start for start, stop in pairwise(ends)]
+        pieces = list(torch.split(y, sizes, dim=1))
         for number, part in enumerate(parts):
             pieces[2 * number + 1] = self._around(part, pieces[2 * number + 1], x)
         filled = [one for one in pieces if one.shape[1]]

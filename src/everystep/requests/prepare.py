@@ -130,7 +130,9 @@ def prepare(
     options, most = replace(options, effective=fields), new
     if options.steering.criteria is not None:
         most = max(new, longest(options.steering.criteria) - inputs.width)
-    strategy = strategy_of(fields, options.choosing, len(ends.eos), most)
+    # More than all but one says no more: a search looks at every token then.
+    ending = min(len(ends.eos), subject.vocab_size - 1)
+    strategy = strategy_of(fields, options.choosing, ending, most)
     if isinstance(strategy, ConstrainedBeam):
         require_known_words(strategy.constraints, subject.vocab_size)
     if isinstance(strategy, Contrastive):

@@ -18,8 +18,9 @@ from torch import Tensor
 
 import everystep as es
 from everystep.api.model import LanguageModel
-from everystep.testing.models import tiny_llama
-from tests.faces.table import EXECUTORS, TEXT, TOKENIZER
+from everystep.cli.command_options import OPTIONS, keyword_of
+from everystep.errors import UnsupportedError
+from tests.faces.table import EXECUTORS, FACES, TEXT, TOKENIZER
 from tests.matrix.rows import ROWS, Row
 from tests.models.tiny import ours, reference_decoder, reference_mamba, reference_pair, sounds
 
@@ -185,12 +186,8 @@ FEATURES: Mapping[str, Feature] = {
     "one position beyond the prompt": Feature(
         lambda plain, length: {"max_new_tokens": None, "max_length": length + 1}, _long(1), True
     ),
-    "ends where it begins": Feature(
-        lambda plain, length: {"eos_token_id": plain[0]}, decides=True
-    ),
-    "everything ends it": Feature(
-        _always(eos_token_id=[*range(SIZE)]), _long(1), True
-    ),
+    "ends where it begins": Feature(lambda plain, length: {"eos_token_id": plain[0]}, decides=True),
+    "everything ends it": Feature(_always(eos_token_id=[*range(SIZE)]), _long(1), True),
     "a text ends it": Feature(_stop_text, decides=True),
     "as many at least as at most": Feature(
         lambda plain, length: {"min_new_tokens": 4, "max_new_tokens": 4, "eos_token_id": plain},
@@ -239,6 +236,13 @@ class TightCell:
         asked = f"{self.subject} on {self.executor}, {self.prompt}, {self.strategy.name}"
         return f"{self.face}: {asked}, {' and '.join(self.features)}"
 
+    def frees(self, feature: str) -> bool:
+        """Whether the cell may come to something else than the feature claims."""
+        if feature == "no token twice":  # the one allowed token is, where nothing else may follow
+            return "one allowed token" in self.features
+        # What DoLa leaves out no bias brings back.
+        return feature == "a bias that decides" and self.strategy.name == "dola"
+
     @property
     def model(self) -> LanguageModel:
         return model_of(self.subject, self.executor)
@@ -273,9 +277,9 @@ class TightCell:
         return {name: torch.as_tensor(one)[None] for name, one in content.items()}
 
     def given(self) -> dict[str, Any]:
-        """The keywords, anew for every call."""
+        """The keywords, anew for every call; a command line has one seed for all its rows."""
         given: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
-        given |= {**self.strategy.options, "seed": [3]}
+        given |= {**self.strategy.options, "seed": 3 if "line" in self.face else [3]}
         if self.strategy.assisted:
             given["assistant_model"] = model_of(self.subject, self.executor, whole=False)
         plain, length = plain_of(self.subject, self.executor, self.prompt)
@@ -289,24 +293,35 @@ def plain_of(subject: str, executor: str, prompt: str) -> tuple[list[int], int]:
     """What a greedy run says, and how long the decoder's prompt is."""
     cell = TightCell("", subject, executor, prompt, ROWS[0], ())
     options = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
-    found = cell.model.generate(**cell.rows(), **options, return_dict_in_generate=True)
+    try:
+        found = cell.model.generate(**cell.rows(), **options, return_dict_in_generate=True)
+    except UnsupportedError:  # what the cell is about is refused as well
+        return plain_of(subject, executor, "ids")
     (plain,) = found.new_tokens
-    return [*plain], 0 if prompt == "embeds" else found.sequences.shape[1] - len(plain)
+    if prompt == "embeds":  # whose positions count, and are in no rectangle
+        return [*plain], cell.rows()["inputs_embeds"].shape[1]
+    return [*plain], found.sequences.shape[1] - len(plain)
 
 
-def drawn(seed: int, faces: list[str]) -> TightCell:
+def drawn(seed: int) -> TightCell:
     """The cell of this number."""
     draw = random.Random(f"tight {seed}")
-    face, name = draw.choice(faces), draw.choice([*SUBJECTS])
-    subject = SUBJECTS[name]
-    prompt = draw.choice(subject.prompts)
-    if face == "the command line":
-        prompt, name = "text", draw.choice([one for one in SUBJECTS if "listener" not in one])
-        subject = SUBJECTS[name]
-    first, second = draw.sample([*FEATURES], 2)
+    face, name = draw.choice([*FACES][1:]), draw.choice([*SUBJECTS])
+    prompt, executor = (draw.choice(SUBJECTS[name].prompts), draw.choice(SUBJECTS[name].executors))
+    features, strategies = [*FEATURES], [*ROWS]
+    if face == "the command line":  # which takes texts, and what it has options for
+        if SUBJECTS[name].reads == "sounds":
+            name, executor = "decoder", "torch"
+        prompt = "text"
+        features = [one for one in FEATURES if {*FEATURES[one].given([5], 1)} <= _TYPED]
+        strategies = [row for row in ROWS if {*row.options} <= _TYPED]
+    first, second = draw.sample(features, 2)
     both = draw.random() < 0.5 and not (FEATURES[first].decides and FEATURES[second].decides)
-    features = (first, second) if both else (first,)
-    strategy = draw.choice(ROWS)
-    if any(FEATURES[one].draws for one in features):
-        strategy = draw.choice([row.drawn for row in ROWS if row.draws is not None])
-    return TightCell(face, name, draw.choice(subject.executors), prompt, strategy, features)
+    asked = (first, second) if both else (first,)
+    if any(FEATURES[one].draws for one in asked):
+        strategies = [row.drawn for row in strategies if row.draws is not None]
+    return TightCell(face, name, executor, prompt, draw.choice(strategies), asked)
+
+
+_TYPED = {keyword_of(name) for name, one in OPTIONS.items() if one.kind is None}
+"""The keywords that the command line has options for, whose values are typed as they are."""

@@ -130,9 +130,7 @@ def prepare(
     options, most = replace(options, effective=fields), new
     if options.steering.criteria is not None:
         most = max(new, longest(options.steering.criteria) - inputs.width)
-    # More than all but one says no more: a search looks at every token then.
-    ending = min(len(ends.eos), subject.vocab_size - 1)
-    strategy = strategy_of(fields, options.choosing, ending, most)
+    strategy = strategy_of(fields, options.choosing, _end_count(ends.eos, subject), most)
     if isinstance(strategy, ConstrainedBeam):
         require_known_words(strategy.constraints, subject.vocab_size)
     if isinstance(strategy, Contrastive):
@@ -201,7 +199,7 @@ def _requests(
         # The caller's own criterion takes the place of limits; a search knows of them.
         whole = new if longest(steering.criteria) else 0
         ends_by = {limit: _within(stops, new - max(whole, limit)) for limit in limits}
-        made = partial(strategy_of, fields, options.choosing, len(ends.eos))
+        made = partial(strategy_of, fields, options.choosing, _end_count(ends.eos, subject))
         strategies = {limit: made(most if limit == new else limit) for limit in limits}
     processors = _processors(subject, options, inputs, limits, strategy)
     free = steering.grammar is not None and not steering.watches and strategy.reads.alone
@@ -253,6 +251,12 @@ def _requests(
         )
         for row, prompt in enumerate(inputs.prompts)
     )
+
+
+def _end_count(ends: Sequence[int], subject: Subject) -> int:
+    """Return how many tokens a search counts as ends: with all but one of the vocabulary it looks
+    at every token already."""
+    return min(len(ends), subject.vocab_size - 1)
 
 
 def _new_cache(

@@ -10,6 +10,7 @@ _PLAIN = re.compile(r'[^"\\]*')
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _BLANK = re.compile(r"[ \t\r\n]*")
 _WORD = re.compile(r"[-+.0-9A-Za-z]*")
+_LETTER = re.compile(r"[-+.0-9A-Za-z]")
 _WORDS = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
 _HEXADECIMAL = frozenset("0123456789abcdefABCDEF")
 _LONGEST_WORD = 400
@@ -58,18 +59,21 @@ class JsonScanner:
         """True once this can no longer become a value."""
         return self._at is _At.BROKEN
 
-    def feed(self, text: str, at: int) -> int:
-        """Read on in a text from a place, and return the place behind what belongs to the value."""
-        while at < len(text) and not self.done and not self.broken:
+    def feed(self, text: str, at: int, end: int | None = None) -> int:
+        """Read on in a text from a place, up to `end`, and return the place behind what belongs to
+        the value."""
+        end = len(text) if end is None else min(end, len(text))
+        while at < end and not self.done and not self.broken:
             if self._at is _At.STRING:
-                at = self._string(text, at)
+                at = self._string(text, at, end)
             elif self._at is _At.ESCAPE:
                 self._escape(text[at])
                 at += 1
             elif self._at is _At.WORD:
-                at = self._rest_of_word(text, at)
+                at = self._rest_of_word(text, at, end)
             else:
-                at = self._structure(text, _BLANK.match(text, at).end())  # type: ignore[union-attr]
+                blank = _BLANK.match(text, at, end)
+                at = self._structure(text, at if blank is None else blank.end(), end)
         return at
 
     def end(self) -> None:
@@ -77,19 +81,20 @@ class JsonScanner:
         if self._at is _At.WORD:
             self._end_word()
 
-    def _string(self, text: str, at: int) -> int:
-        end = _PLAIN.match(text, at).end()  # type: ignore[union-attr]
-        if self.strict and _CONTROL.search(text, at, end):
+    def _string(self, text: str, at: int, end: int) -> int:
+        plain = _PLAIN.match(text, at, end)
+        after = at if plain is None else plain.end()
+        if self.strict and _CONTROL.search(text, at, after):
             self.strict = False
-        if end == len(text):
-            return end
-        if text[end] == "\\":
+        if after == end:
+            return after
+        if text[after] == "\\":
             self._at = _At.ESCAPE
         elif self._in_key:
             self._at, self._in_key = _At.COLON, False
         else:
             self._value_over()
-        return end + 1
+        return after + 1
 
     def _escape(self, letter: str) -> None:
         if self._digits:
@@ -102,14 +107,15 @@ class JsonScanner:
         if not self._digits:
             self._at = _At.STRING
 
-    def _rest_of_word(self, text: str, at: int) -> int:
-        end = _WORD.match(text, at).end()  # type: ignore[union-attr]
-        self._word += text[at:end]
+    def _rest_of_word(self, text: str, at: int, end: int) -> int:
+        word = _WORD.match(text, at, end)
+        after = at if word is None else word.end()
+        self._word += text[at:after]
         if len(self._word) > _LONGEST_WORD:
             self._at = _At.BROKEN
-        elif end < len(text):
+        elif after < end:
             self._end_word()
-        return end
+        return after
 
     def _end_word(self) -> None:
         known = _WORDS.fullmatch(self._word) is not None
@@ -119,9 +125,9 @@ class JsonScanner:
         else:
             self._at = _At.BROKEN
 
-    def _structure(self, text: str, at: int) -> int:
+    def _structure(self, text: str, at: int, end: int) -> int:
         """Read one letter that is part of no string and no word."""
-        if at == len(text):
+        if at == end:
             return at
         letter, place = text[at], self._at
         if letter == '"' and place in (_At.VALUE, _At.FIRST_ITEM, _At.FIRST_KEY, _At.KEY):
@@ -139,7 +145,7 @@ class JsonScanner:
             self._at = _At.VALUE
         elif letter == "," and place is _At.NEXT:
             self._at = _At.KEY if self._open[-1] == "{" else _At.VALUE
-        elif _WORD.match(letter).end() and place in (_At.VALUE, _At.FIRST_ITEM):  # type: ignore[union-attr]
+        elif _LETTER.match(letter) and place in (_At.VALUE, _At.FIRST_ITEM):
             self._at = _At.WORD
             return at
         else:

@@ -44,12 +44,6 @@ Step = Generator[None, None, None]
 Place = Generator[None, None, int]
 _MOST_BLANKS = 64
 _BEFORE = rf"[ \t\r\n]{{0,{_MOST_BLANKS}}}"
-_LONGEST_HEADER = 512
-_HEADER = re.compile(
-    r"(?:<\|start\|>)?(?:assistant)?(?:\s*to=(?P<early>[^\s<]+))?\s*"
-    r"(?:<\|channel\|>\s*(?P<channel>[a-z]+))?(?:\s*to=(?P<late>[^\s<]+))?\s*"
-    r"(?:<\|constrain\|>)?\s*[a-z]*\s*"
-)
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -344,7 +338,7 @@ class Parser:
         """Return the place behind a JSON value, NONE where there is none."""
         scanner, reader = JsonScanner(), self._reader
         while True:
-            place = scanner.feed(reader.text, reader.at + place) - reader.at
+            place = scanner.feed(reader.text, reader.at + place, reader.limit) - reader.at
             if scanner.done:
                 return place
             if scanner.broken or not (yield from reader.more(place)):
@@ -547,49 +541,59 @@ class Parser:
 
     def _messages(self) -> Step:
         """Read messages, each with a header that says what it is."""
-        reader = self._reader
-        while True:
-            header = yield from self._header()
-            if header is None:
-                text = yield from reader.until_any(("<|start|>", "<|channel|>"))
-                while text is not None:
-                    self._say(text)
-                    text = yield from reader.until_any(("<|start|>", "<|channel|>"))
-                if reader.ended and reader.at == len(reader.text):
-                    return
-                if (yield from self._header_length()) == NONE:
-                    self._say(reader.take(1))
+        reader, marks = self._reader, ("<|start|>", "<|channel|>")
+        while not (reader.ended and reader.at == len(reader.text)):
+            if (header := (yield from self._header())) is not None:
+                yield from self._message(*header)
                 continue
-            yield from self._message(*header)
-
-    def _header_length(self) -> Place:
-        """Return the length of a header that stands next, NONE where there is none."""
-        reader = self._reader
-        while True:
-            text = reader.peek(0, _LONGEST_HEADER)
-            end = text.find("<|message|>")
-            if end >= 0:
-                return end if _HEADER.fullmatch(text[:end]) else NONE
-            if reader.ended or len(text) >= _LONGEST_HEADER or not _may_be_header(text):
-                return NONE
-            yield
+            mark = next((one for one in marks if reader.starts(one)), "")
+            self._say(reader.take(len(mark)))
+            while (text := (yield from reader.until_any(marks))) is not None:
+                self._say(text)
 
     def _header(self) -> Generator[None, None, tuple[str, str] | None]:
         """Take a header in and return its channel and who is called; None where there is none."""
-        length = yield from self._header_length()
-        if length == NONE:
+        reader, called, channel = self._reader, "", ""
+        begun, place = yield from self._optional(0, "<|start|>")
+        _, place = yield from self._optional(place, "assistant")
+        place = yield from reader.blanks(place, _MOST_BLANKS)
+        place, called = yield from self._called(place)
+        says, place = yield from self._optional(place, "<|channel|>")
+        if says:
+            place, channel = yield from self._word(place)
+            place, late = yield from self._called(place)
+            called = called or late
+            _, place = yield from self._optional(place, "<|constrain|>")
+            place, _ = yield from self._word(place)
+        place = yield from reader.literal(place, "<|message|>")
+        if place == NONE or not (begun or says or called):
             return None
-        found = _HEADER.fullmatch(self._reader.peek(0, length))
-        if found is None or not length:
+        called = "" if called == "assistant" else called
+        if not called:
+            self._mark(place)
+        elif not self._begin(place, called.removeprefix("functions.")):
             return None
-        called = found["early"] or found["late"] or ""
-        raw = length + len("<|message|>")
-        if called and called != "assistant":
-            self._begin(raw, called.removeprefix("functions."))
-        else:
-            self._mark(raw)
-            called = ""
-        return found["channel"] or "final", called
+        return channel, called
+
+    def _optional(self, place: int, mark: str) -> Generator[None, None, tuple[bool, int]]:
+        """Return whether a mark stands at a place, and the place behind it if it does."""
+        found = yield from self._reader.literal(place, mark)
+        return found != NONE, place if found == NONE else found
+
+    def _called(self, place: int) -> Generator[None, None, tuple[int, str]]:
+        """Return the place behind who is called, and that; nothing where nobody is."""
+        to, place = yield from self._optional(place, "to=")
+        return (yield from self._word(place)) if to else (place, "")
+
+    def _word(self, place: int) -> Generator[None, None, tuple[int, str]]:
+        """Return the place behind a word and the blanks around it, and the word, perhaps empty."""
+        reader = self._reader
+        start = yield from reader.blanks(place, _MOST_BLANKS)
+        if (yield from reader.starts_at(start, "to=")):
+            return start, ""
+        end = yield from reader.name(start)
+        word = reader.peek(start, max(end, start))
+        return (yield from reader.blanks(max(end, start), _MOST_BLANKS)), word
 
     def _message(self, channel: str, called: str) -> Step:
         """Read what a message says, and its end."""
@@ -609,18 +613,6 @@ class Parser:
             self._end(reader.take(len(ends)), complete=scanner.done and scanner.strict)
         else:
             self._mark(len(ends))
-
-
-def _may_be_header(text: str) -> bool:
-    """Return True if a text may become a header."""
-    plain = re.sub(r"<\|(?:start|channel|constrain)\|>", "", text)
-    open_mark = plain.rfind("<")
-    plain = plain if open_mark < 0 else plain[:open_mark]
-    begins = any(
-        text.startswith(one) or one.startswith(text)
-        for one in ("<|start|>", "<|channel|>", "assistant", " to=")
-    )
-    return begins and "<" not in plain and plain.count("\n") == 0
 
 
 def _is_listed(family: Family) -> bool:

@@ -54,6 +54,11 @@ class Reader:
         """Return True if this text stands next."""
         return self.text.startswith(text, self.at)
 
+    @property
+    def limit(self) -> int:
+        """The place in the text up to which a step may look."""
+        return self.at + MOST_HELD + 1
+
     def more(self, place: int) -> Generator[None, None, bool]:
         """Ask for more text; False where none comes, or where too much is held by a place."""
         if self.ended or place > MOST_HELD:
@@ -93,6 +98,10 @@ class Reader:
             if not (yield from self.more(place)):
                 return NONE
 
+    def starts_at(self, place: int, text: str) -> Generator[None, None, bool]:
+        """Return True if a text stands at a place."""
+        return (yield from self.literal(place, text)) != NONE
+
     def mark(self, place: int, text: str) -> Place:
         """Return the place behind the words of a text, each perhaps after blanks; the same place
         where it has no words."""
@@ -125,7 +134,7 @@ class Reader:
             return NONE, ""
         scanner, start = JsonScanner(), place
         while not scanner.done:
-            place = scanner.feed(self.text, self.at + place) - self.at
+            place = scanner.feed(self.text, self.at + place, self.limit) - self.at
             if scanner.broken or (not scanner.done and not (yield from self.more(place))):
                 return NONE, ""
         try:
@@ -152,13 +161,14 @@ class Reader:
     def until_any(self, marks: Sequence[str]) -> Generator[None, None, str | None]:
         """Take the text before the first of some marks, as it comes; None where one stands next, or
         where the text is over."""
+        mark = re.compile("|".join(map(re.escape, marks)))
         while True:
-            ends = [place for mark in marks if (place := self.text.find(mark, self.at)) >= 0]
-            end = min(ends, default=len(self.text))
-            kept = 0 if ends or self.ended else self.tail(marks, 0)
+            match = mark.search(self.text, self.at)
+            end = len(self.text) if match is None else match.start()
+            kept = 0 if match is not None or self.ended else self.tail(marks, 0)
             found = self.take(end - kept - self.at)
             if found:
                 return found
-            if ends or self.ended:
+            if match is not None or self.ended:
                 return None
             yield

@@ -9,6 +9,7 @@ from collections.abc import Generator
 from everystep.dialogue.json_scanner import JsonScanner
 from everystep.dialogue.reader import MOST_HELD, NONE, Reader
 
+Place = Generator[None, None, int]
 Value = Generator[None, None, tuple[int, str]]
 """A step that returns the place behind a value, and the value as JSON."""
 TEXT = frozenset({"string"})
@@ -19,6 +20,7 @@ _KEY = re.compile(r"[^\s:{}\[\],<>\"']*")
 _NAMES = {"True": "true", "False": "false", "None": "null"}
 _SAME = {"true", "false", "null"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": "", "/": "/"}
+_PLAIN = {quote: re.compile(rf"[^{quote}\\]*") for quote in "'\""}
 _PAIR = re.compile(r"\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})")
 _LETTER = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.S)
 
@@ -143,25 +145,47 @@ class ValueReader:
                 return NONE, ""
 
     def _text(self, place: int) -> Value:
-        reader = self._reader
-        quote = self._quote or (yield from reader.letter(place))
-        start = at = place + len(quote)
+        """Return the place behind a text, and the text as JSON."""
+        reader, quote = self._reader, self._quote
+        if quote:
+            start = place + len(quote)
+            end = yield from self._closing(start, quote)
+            found = reader.peek(start, max(end, start))
+        else:
+            quote, start = (yield from reader.letter(place)), place + 1
+            end = yield from self._closing_of_string(start, quote)
+            found = _PAIR.sub(_joined, reader.peek(start, max(end, start)))
+            found = _LETTER.sub(_unescaped, found)
+        if end == NONE:
+            return NONE, ""
+        return end + len(quote), json.dumps(found, ensure_ascii=False)
+
+    def _closing(self, place: int, quote: str) -> Place:
+        """Return the place of the next mark."""
+        reader, at = self._reader, place
         while True:
-            end = reader.text.find(quote, reader.at + at) - reader.at
-            escape = -1 if self._quote else reader.text.find("\\", reader.at + at) - reader.at
-            if not self._quote and start <= escape and (end < start or escape < end):
-                if reader.at + escape + 1 < len(reader.text):
-                    at = escape + 2
-                    continue
-                at = escape
-            elif end >= start:
-                found = reader.peek(start, end)
-                found = found if self._quote else _LETTER.sub(_unescaped, _PAIR.sub(_joined, found))
-                return end + len(quote), json.dumps(found, ensure_ascii=False)
-            else:
-                at = max(at, len(reader.text) - reader.at - len(quote) + 1)
-            if not (yield from reader.more(at)):
-                return NONE, ""
+            end = reader.text.find(quote, reader.at + at, reader.limit + len(quote))
+            if end >= 0:
+                return end - reader.at
+            at = max(place, min(len(reader.text) - reader.at, MOST_HELD + 1) - len(quote) + 1)
+            if not (yield from reader.more(at + len(quote))):
+                return NONE
+
+    def _closing_of_string(self, place: int, quote: str) -> Place:
+        """Return the place of the next quotation mark that is not escaped."""
+        reader, plain = self._reader, _PLAIN[quote]
+        while True:
+            match = plain.match(reader.text, reader.at + place, reader.limit)
+            place = (match.end() if match else reader.at + place) - reader.at
+            if place > MOST_HELD:
+                return NONE
+            left = len(reader.text) - reader.at - place
+            if left > 0 and reader.peek(place, place + 1) == quote:
+                return place
+            if left > 1:
+                place += 2
+            elif not (yield from reader.more(place)):
+                return NONE
 
 
 def _joined(match: re.Match[str]) -> str:

@@ -59,9 +59,7 @@ ARGUMENTS: dict[str, Any] = {
 CALLS: list[tuple[str, dict[str, Any]]] = [("get_weather", ARGUMENTS), ("now", {"zone": "UTC"})]
 
 
-def parsed(
-    family: Family, text: str, cuts: Sequence[int] = (), **how: Any
-) -> list[DialogueEvent]:
+def parsed(family: Family, text: str, cuts: Sequence[int] = (), **how: Any) -> list[DialogueEvent]:
     """The events of a text that comes in these pieces, one for each run of a kind."""
     parser, events, last = Parser(family, READ, **how), list[DialogueEvent](), 0
     for cut in (*cuts, len(text)):

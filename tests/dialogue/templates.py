@@ -38,7 +38,7 @@ _NEXT = '{% if not loop.last %}{{ "\\n" }}{% endif %}'
 _PYTHON = (
     "{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={% if v is string %}"
     '"{{ v | replace("\\\\", "\\\\\\\\") | replace("\\"", "\\\\\\"") | replace("\\n", "\\\\n") }}"'
-    '{% elif v is boolean or v is none %}{{ v | string }}{% else %}{{ v | tojson }}{% endif %}'
+    "{% elif v is boolean or v is none %}{{ v | string }}{% else %}{{ v | tojson }}{% endif %}"
     "{% if not loop.last %}, {% endif %}{% endfor %})"
 )
 _THINK = ("<think>\n", "\n</think>\n\n")
@@ -78,7 +78,9 @@ class Form:
     def source(self) -> str:
         """The template."""
         opening, closing = self.thoughts or ("", "")
-        thoughts = "{% if m.reasoning_content is string %}OPEN{{ m.reasoning_content }}END{% endif %}"
+        thoughts = (
+            "{% if m.reasoning_content is string %}OPEN{{ m.reasoning_content }}END{% endif %}"
+        )
         thoughts = thoughts.replace("OPEN", _said(opening)).replace("END", _said(closing))
         calls = f"{self.first}{_CALLS}{self.call}{{% endfor %}}{self.last}"
         return (
@@ -122,7 +124,11 @@ FORMS = [
         _THINK,
     ),
     Form(
-        "deepseek-v4", _DSML, '{{ "\\n\\n<｜DSML｜tool_calls>\\n" }}', "</｜DSML｜tool_calls>", _THINK
+        "deepseek-v4",
+        _DSML,
+        '{{ "\\n\\n<｜DSML｜tool_calls>\\n" }}',
+        "</｜DSML｜tool_calls>",
+        _THINK,
     ),
     Form(
         "kimi-k2",

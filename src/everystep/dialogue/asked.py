@@ -58,7 +58,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dialogue:
-    """What a conversation asks of tools and thoughts, read and judged.
+    """A conversation's wishes about tools and thoughts, read and judged.
 
     `schemas`: the tools as templates read them, None for none. `special`: the ids of the family's
     marks that the tokenizer has as special tokens. `variables`: what the chat template is told
@@ -103,8 +103,11 @@ class Dialogue:
         """Return the grammar that answers are held to; `thinks`: the prompt ends in a thought."""
         if not self.tools:
             return None
+        family = self.family
+        if not thinks and False in self.variables.values():  # it was told not to think
+            family = replace(family, thoughts=None)
         asked: dict[str, Any] = {"parallel": self.parallel, "thinks": thinks}
-        return grammar_for(self.family, self.tools, self.choice, special=self.special, **asked)
+        return grammar_for(family, self.tools, self.choice, special=self.special, **asked)
 
     def mask(self, prompt: str, tokenizer: Any, ends: tuple[int, ...], size: int) -> Any:
         """Return the processor that holds the answer to a prompt to its grammar, if it has one."""

@@ -53,7 +53,7 @@ class CallEnd:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What stands between all these and says nothing: a tag, or blanks beside one."""
+    """A piece between all these, which says nothing: a tag, or blanks beside one."""
 
     raw: str
 

@@ -26,13 +26,13 @@ from everystep.dialogue.families import (
 from everystep.dialogue.tools import Tool, ToolChoice, kinds_of, referred
 from everystep.dialogue.writing import brackets, is_together, object_begin
 from everystep.errors import EverystepError, UnsupportedError
-from everystep.processors.grammars.grammar import SPACE
 from everystep.processors.grammars.schema import check_schema
 from everystep.processors.grammars.source import LONGEST
 
 _META = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 _ANY = "(?s:.*)"
 _NOTHING: Mapping[str, int] = {}
+_WORDS = {"boolean": '"True" | "False"', "null": '"None"'}
 _OF_TEXTS = frozenset({"type", "minLength", "maxLength"})
 _SAYS_NOTHING = frozenset({"title", "description", "default", "examples"})
 
@@ -338,10 +338,16 @@ class _Rules:
         return first
 
     def _python_value(self, given: Any, root: Mapping[str, Any]) -> str:
+        """Return the body of a value, whose words are those of Python where it is one of them."""
         schema = _resolved(given, root)
-        if {*schema} - _SAYS_NOTHING == {"type"} and schema["type"] in ("boolean", "null"):
-            return '("True" | "False")' if schema["type"] == "boolean" else '"None"'
-        return _json(_with_definitions(given, root))
+        kinds = kinds_of(schema, root)
+        if kinds.isdisjoint(_WORDS) or not (
+            _is_mixed(schema) or schema.keys() - _SAYS_NOTHING == {"type"}
+        ):
+            return _json(_with_definitions(given, root))
+        words = [_WORDS[kind] for kind in sorted(kinds & _WORDS.keys())]
+        rest = kinds - _WORDS.keys()
+        return f"({_either([*words, *([_json({'type': sorted(rest)})] if rest else [])])})"
 
     def _braced_value(self, given: Any, root: Mapping[str, Any]) -> str:
         schema, form = _resolved(given, root), self._family.form
@@ -409,8 +415,8 @@ def _escaped(text: str) -> str:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    """Return the rule of a JSON value with this schema, spaced as `schema=` has it."""
-    spaced = {"x-guidance": {"whitespace_pattern": SPACE}, **schema}
+    """Return the rule of a JSON value with this schema, in one line as templates write it."""
+    spaced = {"x-guidance": {"whitespace_pattern": " ?"}, **schema}
     return f"%json {json.dumps(spaced, ensure_ascii=False)}"
 
 

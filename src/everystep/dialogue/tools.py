@@ -75,8 +75,8 @@ def referred(reference: str, root: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether calls are made: `mode` "none", "auto" or "required"; `name`: of the one tool that is
-    called, None for any."""
+    """The calls that are to be made: `mode` says whether there are any, `name` of which tool, None
+    for any."""
 
     mode: Literal["none", "auto", "required"] = "auto"
     name: str | None = None

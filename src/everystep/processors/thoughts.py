@@ -14,11 +14,13 @@ from everystep.text import Spelling
 from everystep.types import Rows, Sequence
 
 _KEY = "thoughts"
+_LONGEST_CHARACTER = 4  # bytes
 
 
 @dataclass(frozen=True)
 class ThoughtBudget(Overwriting):
-    """After `tokens` tokens within thoughts nothing may follow but `closing`, id by id.
+    """After `tokens` tokens within thoughts nothing may follow but `closing`, id by id. A character
+    that these tokens began is completed first.
 
     `opening` and `mark`: the texts that begin and end a thought. `thinks`: the prompt ends within
     one. `anywhere`: thoughts may begin after something else, and count together. Marks are found in
@@ -62,7 +64,7 @@ class _Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """Where a text stands after some ids: the bytes in which a mark may be found, how many tokens
+    """The state of a text after some ids: the bytes in which a mark may be found, how many tokens
     were thoughts, and how many ids of the closing mark stand."""
 
     phase: _Phase
@@ -156,6 +158,19 @@ class ThoughtPlace:
 
     def _bounded(self, state: _State) -> _State:
         """Return the state, or that of a thought which has to end now."""
-        if state.phase is _Phase.INSIDE and state.spent >= self.budget.tokens:
-            return _State(_Phase.CLOSING, b"", state.spent)
-        return state
+        over = state.spent - self.budget.tokens
+        if state.phase is not _Phase.INSIDE or over < 0:
+            return state
+        waits = over < _LONGEST_CHARACTER - 1 and not _ends_whole(state.tail)
+        return state if waits else _State(_Phase.CLOSING, b"", state.spent)
+
+
+def _ends_whole(text: bytes) -> bool:
+    """Return False where the last character of a text in UTF-8 is still to be completed."""
+    for back in range(1, min(len(text), _LONGEST_CHARACTER) + 1):
+        byte = text[-back]
+        if byte < 0x80:
+            return True
+        if byte >= 0xC0:
+            return back >= (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4)
+    return True

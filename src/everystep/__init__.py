@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from everystep.api.auto import AutoModelForSeq2SeqLM as AutoModelForSeq2SeqLM
     from everystep.api.auto import AutoTokenizer as AutoTokenizer
     from everystep.api.capabilities import Capability as Capability
-    from everystep.api.chat import Answer as Answer
+    from everystep.api.chat import ChatAnswer as ChatAnswer
     from everystep.api.chat import chat as chat
     from everystep.api.layout_prompt import layout_prompt as layout_prompt
     from everystep.api.load import load as load
@@ -230,7 +230,7 @@ _NAMES = {
     "api.asynchronous": "AsyncEngine AsyncStream",
     "api.auto": "AutoConfig AutoModelForCausalLM AutoModelForSeq2SeqLM AutoTokenizer",
     "api.capabilities": "Capability",
-    "api.chat": "Answer chat",
+    "api.chat": "ChatAnswer chat",
     "api.load": "load load_model",
     "api.many": "generate stream",
     "drivers.stream": "Stream",

@@ -11,8 +11,8 @@ from everystep.dialogue import (
     CallBegin,
     CallEnd,
     Content,
+    Dialect,
     DialogueEvent,
-    Family,
     Parser,
     Thought,
     read_tools,
@@ -59,9 +59,11 @@ ARGUMENTS: dict[str, Any] = {
 CALLS: list[tuple[str, dict[str, Any]]] = [("get_weather", ARGUMENTS), ("now", {"zone": "UTC"})]
 
 
-def parsed(family: Family, text: str, cuts: Sequence[int] = (), **how: Any) -> list[DialogueEvent]:
+def parsed(
+    dialect: Dialect, text: str, cuts: Sequence[int] = (), **how: Any
+) -> list[DialogueEvent]:
     """The events of a text that comes in these pieces, one for each run of a kind."""
-    parser, events, last = Parser(family, READ, **how), list[DialogueEvent](), 0
+    parser, events, last = Parser(dialect, READ, **how), list[DialogueEvent](), 0
     for cut in (*cuts, len(text)):
         events += parser.feed(text[last:cut])
         last = cut

@@ -61,10 +61,10 @@ def _said(text: str) -> str:
 
 @dataclass(frozen=True)
 class Form:
-    """How one family spells calls: `first`, each with what follows it, and `last`; its thoughts;
+    """How one dialect spells calls: `first`, each with what follows it, and `last`; its thoughts;
     and what else marks its templates."""
 
-    family: str
+    dialect: str
     call: str
     first: str = ""
     last: str = ""

@@ -15,12 +15,12 @@ from everystep.dialogue import (
     CallEnd,
     Content,
     Finish,
-    Mark,
+    Markup,
     Parser,
     Thought,
     written,
 )
-from everystep.dialogue.families import ROWS, Family
+from everystep.dialogue.dialects import ROWS, Dialect
 from everystep.dialogue.json_scanner import JsonScanner
 from everystep.dialogue.reader import MOST_HELD
 from everystep.errors import RequestError
@@ -39,7 +39,7 @@ _PIECES = (
 _TEXTS = ("Paris", 'q"\n{\\', "<tool_call>", "</tool_ca", "", "</parameter", "<|", "é🎉")
 
 
-def random_text(row: Family, seed: random.Random) -> str:
+def random_text(row: Dialect, seed: random.Random) -> str:
     """A text of calls, of parts of them, or of both."""
     pieces = [*row.spoken, *(mark.strip() for mark in row.spoken), *_PIECES]
     if seed.random() < 0.5:
@@ -74,7 +74,7 @@ def test_events_do_not_depend_on_how_a_text_is_divided() -> None:
 
 @pytest.mark.slow
 def test_events_do_not_depend_on_how_many_texts_are_divided() -> None:
-    for number in range(600, 40_000):
+    for number in range(600, 10_000):
         check_cuts(number)
 
 
@@ -89,7 +89,7 @@ def test_a_call_is_told_as_it_comes() -> None:
     assert parser.feed('ne": "UT') == (CallArguments(0, 'ne": "UT', 'ne": "UT'),)
     assert parser.feed('C"}}\n</tool') == (CallArguments(0, 'C"}', 'C"}'),)
     assert parser.feed("_call>\n") == (CallEnd(0, True, "}\n</tool_call>"),)
-    assert parser.feed("So.") == (Mark("\n"), Content("So.", "So."))
+    assert parser.feed("So.") == (Markup("\n"), Content("So.", "So."))
     assert parser.close() == (Finish(1),) and parser.close() == ()
     with pytest.raises(RequestError, match="closed"):
         parser.feed("x")
@@ -217,7 +217,7 @@ def test_channels_say_what_is_thought_said_and_called() -> None:
     assert parts(parsed(BY_NAME["harmony"], final)) == ("Yes: 1 < 2", "", [])
 
 
-def hostile(row: Family) -> Iterator[str]:
+def hostile(row: Dialect) -> Iterator[str]:
     """Beginnings of calls that never end, over and over."""
     begin = row.section[0] + row.opening
     yield from (f'{begin}{{"', f'{begin}{{"a":[', f"{begin}[f(a=[", f"{begin}call:f{{a:")
@@ -227,7 +227,7 @@ def hostile(row: Family) -> Iterator[str]:
     yield from (" ", "[", "{", '"', "\\", "x")
 
 
-def check_held(row: Family) -> None:
+def check_held(row: Dialect) -> None:
     for piece in hostile(row):
         text = (row.section[0] + row.opening) + piece * (80_000 // len(piece))
         parser, held = Parser(row, READ), 0
@@ -245,7 +245,7 @@ def test_little_is_held_of_what_never_ends(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", MAKE_CALLS, ids=lambda row: row.name)
-def test_little_is_held_in_any_form(row: Family) -> None:
+def test_little_is_held_in_any_form(row: Dialect) -> None:
     check_held(row)
 
 

@@ -12,7 +12,7 @@ from everystep.api.many import stream as stream_of
 from everystep.api.model import LanguageModel, paired
 from everystep.config.kinds import FLAG
 from everystep.dialogue.asked import Message
-from everystep.dialogue.events import ToolCall
+from everystep.dialogue.parsed import ToolCall
 from everystep.drivers.stream import Stream
 from everystep.errors import RequestError, shown
 from everystep.requests.door import lists_options
@@ -30,7 +30,7 @@ _SEVERAL = ("num_return_sequences", "return_dict_in_generate", "options", "on_er
 
 
 @final
-class Answer(str):
+class ChatAnswer(str):
     """The text of an answer, with the calls and thoughts that belong to it.
 
     `tool_calls`: in their order; `reasoning_content`: what was thought before, None where nothing
@@ -40,7 +40,7 @@ class Answer(str):
     _message: Message | None = None
 
     @classmethod
-    def of(cls, message: Message) -> Answer:
+    def of(cls, message: Message) -> ChatAnswer:
         """Return the answer that a message is."""
         made = cls(message.content)
         made._message = message
@@ -71,7 +71,7 @@ def chat(
     stream: Literal[False] = False,
     seed: int | None = None,
     **options: Unpack[TextOptions],
-) -> Answer: ...
+) -> ChatAnswer: ...
 
 
 @overload
@@ -95,7 +95,7 @@ def chat(
     stream: bool = False,
     seed: int | None = None,
     **options: Unpack[TextOptions],
-) -> Answer | Stream[Event]:
+) -> ChatAnswer | Stream[Event]:
     """Return the answer to a conversation, of up to 512 new tokens unless `options` say more.
 
     `messages`: what the user says, one message, or all of them in turn. Whatever its form, it goes
@@ -136,11 +136,11 @@ def chat(
     if stream:
         return stream_of(model, tokenizer, turns, seed=seed, **options)
     if all(options.get(name) is None for name in _OF_DIALOGUE):
-        return Answer(generate(model, tokenizer, turns, seed=seed, **options))
+        return ChatAnswer(generate(model, tokenizer, turns, seed=seed, **options))
     for name in ("logprobs", "prompt_logprobs"):
         if options.get(name) is not None:
             do = f"Leave {name} out, or call es.generate with return_dict_in_generate=True"
             raise RequestError(f"{name} is no part of a chat's answer", do=do)
     options["return_dict_in_generate"] = True
     whole = generate(model, tokenizer, turns, seed=seed, **options)
-    return Answer.of(whole.message)
+    return ChatAnswer.of(whole.message)

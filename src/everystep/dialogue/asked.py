@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from everystep.dialogue.events import CallArguments, CallBegin, CallEnd, Content, Thought, ToolCall
-from everystep.dialogue.families import Family, family_of
-from everystep.dialogue.grammar import grammar_for
+from everystep.dialogue.dialects import Dialect, dialect_of
+from everystep.dialogue.forcing import grammar_for
+from everystep.dialogue.parsed import CallArguments, CallBegin, CallEnd, Content, Thought, ToolCall
 from everystep.dialogue.parser import Parser
 from everystep.dialogue.tools import Tool, ToolChoice, read_choice, read_tools
 from everystep.dialogue.writing import written
@@ -60,12 +60,12 @@ class Message:
 class Dialogue:
     """A conversation's wishes about tools and thoughts, read and judged.
 
-    `schemas`: the tools as templates read them, None for none. `special`: the ids of the family's
+    `schemas`: the tools as templates read them, None for none. `special`: the ids of the dialect's
     marks that the tokenizer has as special tokens. `variables`: what the chat template is told
     beside. `budget`: after how many tokens thoughts end, None for no bound.
     """
 
-    family: Family
+    dialect: Dialect
     tools: tuple[Tool, ...] = ()
     schemas: tuple[Any, ...] | None = None
     choice: ToolChoice = ANY_CHOICE
@@ -82,17 +82,17 @@ class Dialogue:
     @property
     def template(self) -> dict[str, Any]:
         """The keywords that the chat template gets."""
-        shows = self.schemas is not None and not self.family.taught
+        shows = self.schemas is not None and not self.dialect.taught
         return {**({"tools": list(self.schemas or ())} if shows else {}), **self.variables}
 
     def messages(self, given: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
-        """Return the messages as the family's templates read them.
+        """Return the messages as the dialect's templates read them.
 
-        Arguments are objects, or texts where the templates want these. A family whose templates
+        Arguments are objects, or texts where the templates want these. A dialect whose templates
         read no tools is told of them in the system message, and its own calls are written out.
         """
-        found = [_with_calls(one, self.family) for one in given]
-        if self.schemas is None or not self.family.taught:
+        found = [_with_calls(one, self.dialect) for one in given]
+        if self.schemas is None or not self.dialect.taught:
             return found
         told = _instructions(self.schemas)
         if found and found[0].get("role") == "system":
@@ -103,15 +103,15 @@ class Dialogue:
         """Return the grammar that answers are held to; `thinks`: the prompt ends in a thought."""
         if not self.tools:
             return None
-        family = self.family
+        dialect = self.dialect
         if not thinks and False in self.variables.values():  # it was told not to think
-            family = replace(family, thoughts=None)
+            dialect = replace(dialect, thoughts=None)
         asked: dict[str, Any] = {"parallel": self.parallel, "thinks": thinks}
-        return grammar_for(family, self.tools, self.choice, special=self.special, **asked)
+        return grammar_for(dialect, self.tools, self.choice, special=self.special, **asked)
 
     def mask(self, prompt: str, tokenizer: Any, ends: tuple[int, ...], size: int) -> Any:
         """Return the processor that holds the answer to a prompt to its grammar, if it has one."""
-        text = self.grammar(self.family.thinks_after(prompt))
+        text = self.grammar(self.dialect.thinks_after(prompt))
         if text is None:
             return None
         source = GrammarSource("grammar", text)
@@ -119,7 +119,7 @@ class Dialogue:
 
     def bound(self, prompt: str, tokenizer: Any) -> ThoughtBudget | None:
         """Return the processor that ends thoughts, if they are bounded."""
-        thoughts = self.family.thoughts
+        thoughts = self.dialect.thoughts
         if self.budget is None or thoughts is None:
             return None
         closing = tokenizer.encode(thoughts.closing, add_special_tokens=False)
@@ -128,17 +128,18 @@ class Dialogue:
             thoughts.opening.strip(),
             thoughts.closing.strip(),
             tuple(int(token) for token in closing),
-            self.family.thinks_after(prompt),
+            self.dialect.thinks_after(prompt),
             thoughts.anywhere,
             Spelling.of(tokenizer),
         )
 
     def parser(self, prompt: str, key: str) -> Parser:
         """Return a parser of the answer to a prompt; from `key` come the ids of its calls."""
-        family = self.family
+        dialect = self.dialect
         if not self.tools or self.choice.mode == "none":  # thoughts alone are told apart
-            family = family if family.thoughts and family.thoughts.anywhere else _silent(family)
-        return Parser(family, self.tools, thinks=family.thinks_after(prompt), key=key)
+            among = dialect.thoughts is not None and dialect.thoughts.anywhere
+            dialect = dialect if among else _silent(dialect)
+        return Parser(dialect, self.tools, thinks=dialect.thinks_after(prompt), key=key)
 
     def message(self, text: str, prompt: str, key: str) -> Message:
         """Return the parts of an answer."""
@@ -158,13 +159,13 @@ class Dialogue:
                     calls[-1] = replace(calls[-1], arguments=said)
                 case CallEnd():
                     calls[-1] = replace(calls[-1], complete=event.complete)
-        thinks = bool(thought) or self.family.thinks_after(prompt)
+        thinks = bool(thought) or self.dialect.thinks_after(prompt)
         return Message("".join(content), "".join(thought) if thinks else None, tuple(calls))
 
 
-def _silent(family: Family) -> Family:
-    """Return a family with its thoughts and without its calls."""
-    return replace(family, form=None, opening="", closing="", section=("", ""), bare=False)
+def _silent(dialect: Dialect) -> Dialect:
+    """Return a dialect with its thoughts and without its calls."""
+    return replace(dialect, form=None, opening="", closing="", section=("", ""), bare=False)
 
 
 def read_dialogue(
@@ -195,28 +196,28 @@ def read_dialogue(
             got="none" if tokenizer is None else type(tokenizer).__name__,
             do="Pass the tokenizer that es.load returned, or set tokenizer.chat_template",
         )
-    family = family_of(source)
+    dialect = dialect_of(source)
     read = read_tools(tools) if isinstance(tools, list | tuple) else ()
     choice = read_choice(tool_choice, read) if read else ANY_CHOICE
-    if read and family.form is None:
+    if read and dialect.form is None:
         raise UnsupportedError(
             "the chat template shows no known form of calls",
             wanted="a model whose template shows how it calls tools",
-            got=f"one of the family {family.name}",
+            got=f"one of the dialect {dialect.name}",
             do="Leave tools out",
         )
-    if thinking_budget is not None and family.thoughts is None:
+    if thinking_budget is not None and dialect.thoughts is None:
         raise UnsupportedError(
             "thinking_budget has no effect: the chat template knows no thoughts",
             do="Leave thinking_budget out, or load a model that thinks",
         )
     special = special_tokens(tokenizer)
-    marks = {one: special[one] for one in special if one and _stands_in(one, family.spoken)}
+    marks = {one: special[one] for one in special if one and _stands_in(one, dialect.spoken)}
     shown_tools = (
         tuple(tool_schemas(list(tools)) or ()) if isinstance(tools, list | tuple) else None
     )
     found = Dialogue(
-        family,
+        dialect,
         read,
         None if choice.mode == "none" else shown_tools,
         choice,
@@ -262,20 +263,20 @@ def _thinking(source: str | Mapping[str, str], value: object) -> dict[str, objec
     )
 
 
-def _with_calls(message: Mapping[str, object], family: Family) -> Mapping[str, object]:
-    """Return a message with its calls as the family's templates read them."""
+def _with_calls(message: Mapping[str, object], dialect: Dialect) -> Mapping[str, object]:
+    """Return a message with its calls as the dialect's templates read them."""
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     if not isinstance(calls, list | tuple) or not calls:
         return message
     made = [_call_of(one) for one in calls]
-    if family.taught:
+    if dialect.taught:
         said = message.get("content") or ""
-        text = written(family, [(name, arguments) for name, arguments, _ in made])
+        text = written(dialect, [(name, arguments) for name, arguments, _ in made])
         rest = {name: value for name, value in message.items() if name != "tool_calls"}
         return {**rest, "content": f"{said}{text}"}
     found = []
     for name, arguments, given in made:
-        said = json.dumps(arguments, ensure_ascii=False) if family.as_text else arguments
+        said = json.dumps(arguments, ensure_ascii=False) if dialect.as_text else arguments
         inner = {**dict(given.get("function", {})), "name": name, "arguments": said}
         found.append({"type": "function", **given, "function": inner})
     return {"content": "", **message, "tool_calls": found}

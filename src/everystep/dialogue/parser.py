@@ -14,27 +14,27 @@ import re
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from everystep.dialogue.events import (
+from everystep.dialogue.dialects import (
+    CHANNEL_ENDS,
+    Braced,
+    Channels,
+    Dialect,
+    JsonObjects,
+    Named,
+    Pythonic,
+    Tagged,
+)
+from everystep.dialogue.json_scanner import JsonScanner
+from everystep.dialogue.parsed import (
     CallArguments,
     CallBegin,
     CallEnd,
     Content,
     DialogueEvent,
     Finish,
-    Mark,
+    Markup,
     Thought,
 )
-from everystep.dialogue.families import (
-    CHANNEL_ENDS,
-    Braced,
-    Channels,
-    Family,
-    Named,
-    Objects,
-    Pythonic,
-    Tagged,
-)
-from everystep.dialogue.json_scanner import JsonScanner
 from everystep.dialogue.reader import MOST_HELD, NONE, Reader
 from everystep.dialogue.tools import Tool
 from everystep.dialogue.values import TEXT, ValueReader, as_json
@@ -56,9 +56,9 @@ class Parser:
     """
 
     def __init__(
-        self, family: Family, tools: Sequence[Tool] = (), *, thinks: bool = False, key: str = ""
+        self, dialect: Dialect, tools: Sequence[Tool] = (), *, thinks: bool = False, key: str = ""
     ) -> None:
-        self._family = family
+        self._dialect = dialect
         self._tools = {tool.name: tool for tool in tools}
         self._key = key
         self._calls = 0
@@ -93,13 +93,13 @@ class Parser:
     # --- an answer --------------------------------------------------------------------------------
 
     def _answer(self, thinks: bool) -> Step:
-        family = self._family
-        if isinstance(family.form, Channels):
+        dialect = self._dialect
+        if isinstance(dialect.form, Channels):
             return (yield from self._messages())
-        opening = None if family.thoughts is None else family.thoughts.opening
+        opening = None if dialect.thoughts is None else dialect.thoughts.opening
         if thinks or (opening is not None and (yield from self._begins(opening))):
             yield from self._thought()
-        if family.bare:
+        if dialect.bare:
             yield from self._calls_from((yield from self._reader.blanks(0)))
         yield from self._body()
 
@@ -107,12 +107,12 @@ class Parser:
         """Take a mark in, and the blanks before it, if the text goes on with it."""
         place = yield from self._reader.mark(0, mark)
         if place > NONE:
-            self._events.append(Mark(self._reader.take(place)))
+            self._events.append(Markup(self._reader.take(place)))
         return place > NONE
 
     def _body(self) -> Step:
         """Read content, and the thoughts and calls in it, until the text ends."""
-        thoughts, first = self._family.thoughts, self._first
+        thoughts, first = self._dialect.thoughts, self._first
         marks = [first] if first else []
         anywhere = thoughts.opening.strip() if thoughts and thoughts.anywhere else ""
         marks += [anywhere] if anywhere else []
@@ -121,7 +121,7 @@ class Parser:
         while (match := (yield from self._content(opener, marks))) is not None:
             blanks, mark = match
             if mark == anywhere:
-                self._events.append(Mark(self._reader.take(len(blanks) + len(mark))))
+                self._events.append(Markup(self._reader.take(len(blanks) + len(mark))))
                 yield from self._thought()
             elif not (yield from self._calls_from(len(blanks))):
                 self._say(self._reader.take(len(blanks) + len(mark)))
@@ -129,9 +129,9 @@ class Parser:
     @property
     def _first(self) -> str:
         """The text that calls begin with."""
-        family, form = self._family, self._family.form
+        dialect, form = self._dialect, self._dialect.form
         before = form.before if isinstance(form, Named | Tagged) else ""
-        return (family.section[0] or family.opening or before).strip()
+        return (dialect.section[0] or dialect.opening or before).strip()
 
     def _content(
         self, opener: re.Pattern[str], marks: Sequence[str]
@@ -156,7 +156,7 @@ class Parser:
 
     def _thought(self) -> Step:
         """Read a thought that has begun, up to its closing mark and the blanks after it."""
-        reader, thoughts = self._reader, self._family.thoughts
+        reader, thoughts = self._reader, self._dialect.thoughts
         closing = thoughts.closing.strip() if thoughts else ""
         place = yield from reader.blanks(0, _MOST_BLANKS)
         self._mark(place)
@@ -177,44 +177,44 @@ class Parser:
 
     def _mark(self, length: int) -> None:
         if length:
-            self._events.append(Mark(self._reader.take(length)))
+            self._events.append(Markup(self._reader.take(length)))
 
     # --- calls ------------------------------------------------------------------------------------
 
     def _calls_from(self, place: int) -> Generator[None, None, bool]:
         """Read all calls that begin at a place, with what stands around them; False where there is
         none, and nothing was taken."""
-        reader, family, before = self._reader, self._family, self._calls
-        if family.form is None:
+        reader, dialect, before = self._reader, self._dialect, self._calls
+        if dialect.form is None:
             return False
-        begin = family.section[0] or family.opening
+        begin = dialect.section[0] or dialect.opening
         after = yield from reader.mark(place, begin)
         if after == NONE:
-            if not family.bare:
+            if not dialect.bare:
                 return False
             after = place
-        if family.section[0]:
+        if dialect.section[0]:
             yield from self._section(after)
-        elif isinstance(family.form, Pythonic) or _is_listed(family):
+        elif isinstance(dialect.form, Pythonic) or _is_listed(dialect):
             yield from self._list(after)
-        elif isinstance(family.form, Objects) and family.bare:
+        elif isinstance(dialect.form, JsonObjects) and dialect.bare:
             yield from self._separated(after)
         else:
-            yield from self._call(after, family.closing)
+            yield from self._call(after, dialect.closing)
         if self._calls > before:
             self._mark((yield from reader.blanks(0, _MOST_BLANKS)))
         return self._calls > before
 
     def _section(self, place: int) -> Step:
         """Read calls that stand in a section, each with marks of its own, if it has some."""
-        family, reader = self._family, self._reader
+        dialect, reader = self._dialect, self._reader
         while True:
-            place = yield from reader.mark(place, family.opening)
-            if place == NONE or not (yield from self._call(place, family.closing)):
+            place = yield from reader.mark(place, dialect.opening)
+            if place == NONE or not (yield from self._call(place, dialect.closing)):
                 break
             place = 0
         if self._calls:
-            self._mark((yield from self._ending(family.section[1])))
+            self._mark((yield from self._ending(dialect.section[1])))
 
     def _list(self, place: int) -> Step:
         """Read calls that stand in brackets."""
@@ -223,12 +223,12 @@ class Parser:
         while place != NONE and (yield from self._call(place, "")):
             place = yield from reader.mark(0, ",")
         if self._calls > before:
-            self._mark((yield from self._ending(f"] {self._family.closing}")))
+            self._mark((yield from self._ending(f"] {self._dialect.closing}")))
 
     def _separated(self, place: int) -> Step:
         """Read objects that stand side by side, with marks between them."""
-        reader, between = self._reader, (self._family.parallel or "").strip()
-        while (yield from self._call(place, self._family.closing)):
+        reader, between = self._reader, (self._dialect.parallel or "").strip()
+        while (yield from self._call(place, self._dialect.closing)):
             place = yield from reader.mark(0, between)
             if place == NONE:
                 return
@@ -244,8 +244,8 @@ class Parser:
 
     def _call(self, place: int, closing: str) -> Generator[None, None, bool]:
         """Read one call from a place on, with its closing mark."""
-        match self._family.form:
-            case Objects() as objects:
+        match self._dialect.form:
+            case JsonObjects() as objects:
                 return (yield from self._object(place, objects, closing))
             case Named() as named:
                 return (yield from self._named(place, named, closing))
@@ -261,8 +261,8 @@ class Parser:
     def _begin(self, place: int, name: str, id: str | None = None) -> bool:
         """Begin a call with what stands before a place; False where too much was held for it, or
         where a bare one has a name that no tool has."""
-        family = self._family
-        if place > MOST_HELD or not name or (family.bare and name not in self._tools):
+        dialect = self._dialect
+        if place > MOST_HELD or not name or (dialect.bare and name not in self._tools):
             return False
         index = self._calls
         self._calls += 1
@@ -272,10 +272,10 @@ class Parser:
 
     def _id(self, index: int, name: str) -> str:
         """Return the id of a call, which follows from the key and the call's number."""
-        if self._family.identity == "counted":
+        if self._dialect.identity == "counted":
             return f"functions.{name}:{index}"
         digest = hashlib.sha256(f"{self._key}/{index}".encode()).hexdigest()
-        if self._family.identity == "call":
+        if self._dialect.identity == "call":
             return f"call_{digest[:24]}"
         number = int(digest, 16)
         return "".join(_LETTERS[number // 62**place % 62] for place in range(9))
@@ -289,7 +289,7 @@ class Parser:
 
     # --- calls in JSON ----------------------------------------------------------------------------
 
-    def _object(self, place: int, form: Objects, closing: str) -> Generator[None, None, bool]:
+    def _object(self, place: int, form: JsonObjects, closing: str) -> Generator[None, None, bool]:
         """Read an object with a name and arguments, in either order."""
         reader = self._reader
         name, held = "", ""
@@ -615,8 +615,8 @@ class Parser:
             self._mark(len(ends))
 
 
-def _is_listed(family: Family) -> bool:
-    return isinstance(family.form, Objects) and family.form.listed
+def _is_listed(dialect: Dialect) -> bool:
+    return isinstance(dialect.form, JsonObjects) and dialect.form.listed
 
 
 def _unquoted(text: str) -> str:
@@ -653,8 +653,8 @@ def _one_of(group: Sequence[Any]) -> DialogueEvent:
     first, raw = group[0], "".join(one.raw for one in group)
     if len(group) == 1:
         return first
-    if isinstance(first, Mark):
-        return Mark(raw)
+    if isinstance(first, Markup):
+        return Markup(raw)
     text = "".join(one.text for one in group)
     if isinstance(first, CallArguments):
         return CallArguments(first.index, text, raw)

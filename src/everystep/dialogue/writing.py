@@ -1,4 +1,4 @@
-"""Calls in the words of a family: what its models write, and what grammars hold them to."""
+"""Calls in the words of a dialect: what its models write, and what grammars hold them to."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from everystep.dialogue.families import (
+from everystep.dialogue.dialects import (
     Braced,
     Channels,
-    Family,
+    Dialect,
+    JsonObjects,
     Named,
-    Objects,
     Pythonic,
     Tagged,
 )
@@ -21,37 +21,37 @@ Written = tuple[str, Mapping[str, Any]]
 """The name of a call, and its arguments."""
 
 
-def written(family: Family, calls: Sequence[Written]) -> str:
-    """Return the text with which a model of the family makes these calls, thoughts apart.
+def written(dialect: Dialect, calls: Sequence[Written]) -> str:
+    """Return the text with which a model of the dialect makes these calls, thoughts apart.
 
-    UnsupportedError where the family makes none, or only one at a time.
+    UnsupportedError where the dialect makes none, or only one at a time.
     """
-    form, between = family.form, family.parallel
+    form, between = dialect.form, dialect.parallel
     if form is None or (between is None and len(calls) > 1):
-        raise UnsupportedError(f"models of the family {family.name} make no such calls")
+        raise UnsupportedError(f"models of the dialect {dialect.name} make no such calls")
     parts = [_call(form, name, arguments, place) for place, (name, arguments) in enumerate(calls)]
-    if is_together(family):
-        opening, closing = brackets(family)
+    if is_together(dialect):
+        opening, closing = brackets(dialect)
         return opening + (between or "").join(parts) + closing
-    each = [family.opening + part + family.closing for part in parts]
-    return family.section[0] + (between or "").join(each) + family.section[1]
+    each = [dialect.opening + part + dialect.closing for part in parts]
+    return dialect.section[0] + (between or "").join(each) + dialect.section[1]
 
 
-def is_together(family: Family) -> bool:
+def is_together(dialect: Dialect) -> bool:
     """Return True if all calls stand between one pair of marks."""
-    listed = isinstance(family.form, Objects) and (family.form.listed or family.bare)
-    return listed or isinstance(family.form, Pythonic)
+    listed = isinstance(dialect.form, JsonObjects) and (dialect.form.listed or dialect.bare)
+    return listed or isinstance(dialect.form, Pythonic)
 
 
-def brackets(family: Family) -> tuple[str, str]:
+def brackets(dialect: Dialect) -> tuple[str, str]:
     """Return what stands before and behind calls that stand together."""
-    if isinstance(family.form, Objects) and not family.form.listed:
-        return "", family.closing
-    opening = "" if family.bare else family.opening
-    return f"{opening}[", f"]{'' if family.bare else family.closing}"
+    if isinstance(dialect.form, JsonObjects) and not dialect.form.listed:
+        return "", dialect.closing
+    opening = "" if dialect.bare else dialect.opening
+    return f"{opening}[", f"]{'' if dialect.bare else dialect.closing}"
 
 
-def object_begin(form: Objects, name: str, place: int) -> str:
+def object_begin(form: JsonObjects, name: str, place: int) -> str:
     """Return what stands before the arguments of a call that is an object."""
     number = f'"{form.numbered}": "{place}", ' if form.numbered else ""
     return f'{{{number}"{form.name}": {json.dumps(name)}, "{form.arguments}": '
@@ -59,7 +59,7 @@ def object_begin(form: Objects, name: str, place: int) -> str:
 
 def _call(form: Any, name: str, arguments: Mapping[str, Any], place: int) -> str:
     match form:
-        case Objects():
+        case JsonObjects():
             return f"{object_begin(form, name, place)}{_json(arguments)}}}"
         case Named():
             count = f":{place}" if form.counted else ""

@@ -103,11 +103,10 @@ def read_prompt(
     begun = None if messages is None else model.chat_defaults.begun(messages)
     if begun is not None and dialogue is not None:
         begun = dialogue.messages(begun)
-    told = {} if dialogue is None else dialogue.template
     if not isinstance(prompt, Mapping) or "role" in prompt:
         if source is not None:
             raise _other_kind(source, type(prompt).__name__)
-        values = _read_text(tokenizer, begun or prompt, starts_answer, prefix, told)
+        values = _read_text(tokenizer, begun or prompt, starts_answer, prefix, dialogue)
         return _with_mask(PromptValues.of(values), source)
     _require_known(prompt, (*IN_PROMPTS, *model.inputs, *prompt_names(model)))
     _require_content(prompt, source)
@@ -115,7 +114,7 @@ def read_prompt(
     text = next((given.pop(name) for name in _SAID if name in given), None)
     values = {name: _row(model, name, value) for name, value in given.items()}
     if text is not None:
-        values |= _read_text(tokenizer, begun or text, starts_answer, prefix, told)
+        values |= _read_text(tokenizer, begun or text, starts_answer, prefix, dialogue)
     return _with_mask(PromptValues.of(values), source)
 
 
@@ -211,14 +210,13 @@ def _read_text(
     prompt: object,
     starts_answer: bool,
     prefix: Prefix | None,
-    told: Mapping[str, Any],
+    dialogue: Dialogue | None,
 ) -> dict[str, object]:
-    """Return the ids of a text, of messages or of ids, (1, n), and the pictures of messages; what
-    the chat template is `told` of tools and thoughts is for messages."""
+    """Return the ids of a text, of messages or of ids, (1, n), and the pictures of messages."""
     if is_messages(prompt):
         refuse_unread_parts(prompt)
     if not is_messages(prompt) or not has_pictures(prompt):
-        return {"input_ids": _ids(tokenizer, prompt, starts_answer, prefix, told)[None]}
+        return {"input_ids": _ids(tokenizer, prompt, starts_answer, prefix, dialogue)[None]}
     if not isinstance(tokenizer, PictureTokenizer) or prefix is not None:
         raise RequestError(
             "messages with pictures need a tokenizer that takes them, and no prefix",
@@ -226,6 +224,7 @@ def _read_text(
             got=type(tokenizer).__name__ if prefix is None else "a prefix",
             do="Pass that, or a mapping with input_ids, pixel_values and image_grid_thw",
         )
+    told = {} if dialogue is None else dialogue.template
     encoding = tokenizer.apply_chat_template(
         list(prompt), add_generation_prompt=starts_answer, return_tensors="pt", **told
     )
@@ -237,7 +236,7 @@ def _ids(
     prompt: object,
     starts_answer: bool,
     prefix: Prefix | None,
-    told: Mapping[str, Any],
+    dialogue: Dialogue | None,
 ) -> np.ndarray:
     """Return the ids of a text, of messages through the chat template, or of ids as they are."""
     messages = [*prompt] if is_messages(prompt) else None
@@ -263,6 +262,7 @@ def _ids(
             do="Give the prompt as text, or set tokenizer.chat_template",
         )
     else:
+        told = {} if dialogue is None else dialogue.template
         rendered = tokenizer.apply_chat_template(
             messages, tokenize=True, add_generation_prompt=starts_answer, return_dict=False, **told
         )

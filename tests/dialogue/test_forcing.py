@@ -1,4 +1,4 @@
-"""Grammars of calls: they take what a family writes, and nothing that breaks a schema."""
+"""Grammars of calls: they take what a dialect writes, and nothing that breaks a schema."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 from everystep.dialogue import ToolChoice, grammar_for, read_choice, read_tools, written
-from everystep.dialogue.families import ROWS, Channels, Family
+from everystep.dialogue.dialects import ROWS, Channels, Dialect
 from everystep.errors import EverystepError, RequestError, UnsupportedError
 from everystep.processors.grammars.grammar import compiled
 from everystep.processors.grammars.source import GrammarSource
@@ -24,8 +24,8 @@ SIZE = 440
 STRICT = read_tools([{**one["function"], "strict": True} for one in TOOLS])
 
 
-def tokenizer_of(row: Family, special: bool) -> tuple[Tokenizer, dict[str, int]]:
-    """A tiny tokenizer, perhaps with the family's marks as special tokens."""
+def tokenizer_of(row: Dialect, special: bool) -> tuple[Tokenizer, dict[str, int]]:
+    """A tiny tokenizer, perhaps with the dialect's marks as special tokens."""
     made = tiny_tokenizer(360)
     if special:
         marks = [mark.strip() for mark in row.spoken]
@@ -43,12 +43,12 @@ def takes(grammar: str, text: str, tokenizer: Tokenizer) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
 
 
-def call(row: Family, count: int = 1) -> str:
+def call(row: Dialect, count: int = 1) -> str:
     """Calls, as an answer begins with them."""
     return written(row, CALLS[:count]).removesuffix("<|call|>").lstrip()
 
 
-def answers(row: Family, mode: str, thinks: bool) -> list[str]:
+def answers(row: Dialect, mode: str, thinks: bool) -> list[str]:
     """Texts that a grammar has to take."""
     thoughts, channels = row.thoughts, isinstance(row.form, Channels)
     closing = "" if thoughts is None else thoughts.closing.strip()
@@ -68,7 +68,7 @@ def answers(row: Family, mode: str, thinks: bool) -> list[str]:
 @pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
 @pytest.mark.parametrize("row", MAKE_CALLS, ids=lambda row: row.name)
 def test_a_grammar_takes_what_the_family_writes_and_no_broken_schema(
-    row: Family, special: bool
+    row: Dialect, special: bool
 ) -> None:
     tokenizer, marks = tokenizer_of(row, special)
     for mode, thinks in (("required", False), ("required", True), ("auto", False), ("auto", True)):

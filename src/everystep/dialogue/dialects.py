@@ -1,8 +1,8 @@
-"""The table of forms: how each family of chat templates writes calls and thoughts.
+"""The table of forms: how each dialect of chat templates writes calls and thoughts.
 
-One row is everything that is known of a family. The parser, the writer and the grammar walk the
+One row is everything that is known of a dialect. The parser, the writer and the grammar walk the
 same row, so that what one of them takes is what the others make. Source: the chat templates and
-model cards of the families named in the rows.
+model cards of the dialects named in the rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Thoughts:
 
 
 @dataclass(frozen=True, slots=True)
-class Objects:
+class JsonObjects:
     """Calls as JSON objects with a name and arguments; `listed`: in a JSON list. `numbered`: a key
     that comes first and holds the number of the call, as a text."""
 
@@ -86,18 +86,18 @@ class Channels:
     """Messages with a header each, which names a channel and perhaps who is called."""
 
 
-Form = Objects | Named | Tagged | Pythonic | Braced | Channels
+Form = JsonObjects | Named | Tagged | Pythonic | Braced | Channels
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """The form that models of one family write calls and thoughts in.
+class Dialect:
+    """The form that models of one dialect write calls and thoughts in.
 
-    `marks`: texts that stand in the family's chat templates, all of them. `opening` and `closing`
+    `marks`: texts that stand in the dialect's chat templates, all of them. `opening` and `closing`
     stand around each call, or around the list of calls; `section` around all that are made
     together. `bare`: a call may stand without its opening where an answer begins. `parallel`: what
     stands between two calls, None where a turn has one. `thoughts`: None if it has none.
-    `identity`: how an id looks that the family's templates take. `as_text`: its templates take
+    `identity`: how an id looks that the dialect's templates take. `as_text`: its templates take
     arguments as a text of JSON, and not as an object. `taught`: the templates do not read tools, so
     that a system message says how calls are written.
     """
@@ -181,9 +181,9 @@ _SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _KIMI = Named("functions.", "<|tool_call_argument_begin|>", counted=True)
 _FENCED = Named("function<｜tool▁sep｜>", "\n```json\n", "\n```")
 
-ROWS: tuple[Family, ...] = (
+ROWS: tuple[Dialect, ...] = (
     # gpt-oss
-    Family(
+    Dialect(
         name="harmony",
         marks=("<|channel|>", "<|message|>", "commentary"),
         form=Channels(),
@@ -191,7 +191,7 @@ ROWS: tuple[Family, ...] = (
         thoughts=_CHANNEL_THOUGHTS,
     ),
     # DeepSeek V3.2, and V4, which names the section otherwise
-    Family(
+    Dialect(
         name="deepseek-v3.2",
         marks=("｜DSML｜", "function_calls>"),
         form=_DSML,
@@ -199,7 +199,7 @@ ROWS: tuple[Family, ...] = (
         parallel="",
         thoughts=_THINK,
     ),
-    Family(
+    Dialect(
         name="deepseek-v4",
         marks=("｜DSML｜", "tool_calls>"),
         form=_DSML,
@@ -208,7 +208,7 @@ ROWS: tuple[Family, ...] = (
         thoughts=_THINK,
     ),
     # DeepSeek V3 and R1 with its distilled models, then V3.1
-    Family(
+    Dialect(
         name="deepseek-v3",
         marks=("<｜tool▁calls▁begin｜>", "```json"),
         form=_FENCED,
@@ -219,7 +219,7 @@ ROWS: tuple[Family, ...] = (
         thoughts=_THINK,
         as_text=True,
     ),
-    Family(
+    Dialect(
         name="deepseek-v3.1",
         marks=("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"),
         form=Named(between="<｜tool▁sep｜>"),
@@ -230,7 +230,7 @@ ROWS: tuple[Family, ...] = (
         thoughts=_THINK,
     ),
     # Kimi K2
-    Family(
+    Dialect(
         name="kimi-k2",
         marks=("<|tool_calls_section_begin|>",),
         form=_KIMI,
@@ -242,7 +242,7 @@ ROWS: tuple[Family, ...] = (
         identity="counted",
     ),
     # MiniMax M2
-    Family(
+    Dialect(
         name="minimax-m2",
         marks=("<minimax:tool_call>", "<invoke name="),
         form=_INVOKED,
@@ -251,7 +251,7 @@ ROWS: tuple[Family, ...] = (
         thoughts=_THINK,
     ),
     # Seed-OSS
-    Family(
+    Dialect(
         name="seed-oss",
         marks=("<seed:tool_call>", "<function="),
         form=_WITHOUT_LINES,
@@ -260,7 +260,7 @@ ROWS: tuple[Family, ...] = (
         thoughts=Thoughts("<seed:think>", "</seed:think>"),
     ),
     # Gemma 4 and FunctionGemma
-    Family(
+    Dialect(
         name="gemma-4",
         marks=("<|tool_call>call:",),
         form=Braced('<|"|>'),
@@ -269,7 +269,7 @@ ROWS: tuple[Family, ...] = (
         parallel="",
         thoughts=Thoughts("<|channel>thought\n", "\n<channel|>", anywhere=True),
     ),
-    Family(
+    Dialect(
         name="function-gemma",
         marks=("<start_function_call>call:",),
         form=Braced("<escape>"),
@@ -278,7 +278,7 @@ ROWS: tuple[Family, ...] = (
         parallel="",
     ),
     # LFM2
-    Family(
+    Dialect(
         name="lfm2",
         marks=("List of tools: ", "<|im_start|>"),
         form=Pythonic(),
@@ -288,7 +288,7 @@ ROWS: tuple[Family, ...] = (
         thoughts=_THINK,
     ),
     # Llama 4
-    Family(
+    Dialect(
         name="llama-4",
         marks=("<|header_start|>", "<|python_start|>"),
         form=Pythonic(),
@@ -298,7 +298,7 @@ ROWS: tuple[Family, ...] = (
         bare=True,
     ),
     # Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5
-    Family(
+    Dialect(
         name="qwen3-coder",
         marks=("<tool_call>", "<function=", "<parameter="),
         form=_IN_LINES,
@@ -307,7 +307,7 @@ ROWS: tuple[Family, ...] = (
         thoughts=_THINK,
     ),
     # GLM 4.5 to 4.7
-    Family(
+    Dialect(
         name="glm-4.5",
         marks=("<tool_call>", "<arg_key>"),
         form=_KEYS_AND_VALUES,
@@ -316,42 +316,42 @@ ROWS: tuple[Family, ...] = (
         thoughts=Thoughts("<think>", "</think>\n"),
     ),
     # Apriel 1.5 and 1.6
-    Family(
+    Dialect(
         name="apriel",
         marks=("<tool_calls>[", "</tool_calls>"),
-        form=Objects(listed=True),
+        form=JsonObjects(listed=True),
         opening="<tool_calls>",
         closing="</tool_calls>",
         parallel=", ",
         thoughts=Thoughts("Here are my reasoning steps:\n", "\n[BEGIN FINAL RESPONSE]\n\n"),
     ),
     # Hermes 2 and 3, Qwen 2.5 and 3, Granite 4, MiMo, and others that learned from them
-    Family(
+    Dialect(
         name="hermes",
         marks=("<tool_call>", '"arguments"'),
-        form=Objects(),
+        form=JsonObjects(),
         opening="<tool_call>\n",
         closing="\n</tool_call>",
         thoughts=_THINK,
     ),
     # SmolLM3, whose template shows tools in its own words
-    Family(
+    Dialect(
         name="hermes",
         marks=("SmolLM", "enable_thinking"),
-        form=Objects(),
+        form=JsonObjects(),
         opening="<tool_call>",
         closing="</tool_call>",
         thoughts=_THINK,
     ),
     # Functionary 3.1, and the custom calls of Llama 3.1
-    Family(
+    Dialect(
         name="functionary-3.1",
         marks=("<function=", "</function>"),
         form=Named("<function=", ">", "</function>"),
         parallel="",
     ),
     # Mistral: since v11 of its tokenizer, with ids for a time, and before
-    Family(
+    Dialect(
         name="mistral-v11",
         marks=("[TOOL_CALLS]", "[ARGS]"),
         form=Named(between="[ARGS]", identity="[CALL_ID]"),
@@ -360,88 +360,88 @@ ROWS: tuple[Family, ...] = (
         thoughts=Thoughts("[THINK]", "[/THINK]"),
         identity="short",
     ),
-    Family(
+    Dialect(
         name="mistral",
         marks=("[TOOL_CALLS]",),
-        form=Objects(listed=True),
+        form=JsonObjects(listed=True),
         opening="[TOOL_CALLS]",
         parallel=", ",
         identity="short",
     ),
     # Granite 3, then Phi-4-mini, and its form with a word in place of a token
-    Family(
+    Dialect(
         name="granite-3",
         marks=("<|tool_call|>", "start_of_role"),
-        form=Objects(listed=True),
+        form=JsonObjects(listed=True),
         opening="<|tool_call|>",
         parallel=", ",
         thoughts=Thoughts("<think>", "</think>"),
     ),
-    Family(
+    Dialect(
         name="phi-4-mini",
         marks=("<|tool|>", "<|/tool|>"),
-        form=Objects(listed=True),
+        form=JsonObjects(listed=True),
         opening="<|tool_call|>",
         closing="<|/tool_call|>",
         parallel=", ",
     ),
-    Family(
+    Dialect(
         name="functools",
         marks=("functools[",),
-        form=Objects(listed=True),
+        form=JsonObjects(listed=True),
         opening="functools",
         parallel=", ",
     ),
     # Nemotron Nano 2
-    Family(
+    Dialect(
         name="nemotron-2",
         marks=("<TOOLCALL>",),
-        form=Objects(listed=True),
+        form=JsonObjects(listed=True),
         opening="<TOOLCALL>",
         closing="</TOOLCALL>",
         parallel=", ",
         thoughts=_THINK,
     ),
     # Command R7B and A
-    Family(
+    Dialect(
         name="command-r7b",
         marks=("<|START_ACTION|>", '"tool_name"'),
-        form=Objects("tool_name", "parameters", listed=True, numbered="tool_call_id"),
+        form=JsonObjects("tool_name", "parameters", listed=True, numbered="tool_call_id"),
         opening="<|START_ACTION|>",
         closing="<|END_ACTION|>",
         parallel=", ",
         thoughts=Thoughts("<|START_THINKING|>", "<|END_THINKING|>"),
     ),
     # Llama 3.1 to 3.3: a bare object, or one after the mark of code
-    Family(
+    Dialect(
         name="llama-3",
         marks=("<|start_header_id|>", '"parameters": '),
-        form=Objects(arguments="parameters"),
+        form=JsonObjects(arguments="parameters"),
         opening="<|python_tag|>",
         parallel="; ",
         bare=True,
     ),
     # SmolLM2, whose card says how to ask
-    Family(
+    Dialect(
         name="smollm2",
         marks=("SmolLM, trained by Hugging Face",),
-        form=Objects(listed=True),
+        form=JsonObjects(listed=True),
         opening="<tool_call>",
         closing="</tool_call>",
         parallel=", ",
         taught=True,
     ),
     # Models that think and make no calls
-    Family(name="thinking", marks=("</think>",), form=None, parallel=None, thoughts=_THINK),
+    Dialect(name="thinking", marks=("</think>",), form=None, parallel=None, thoughts=_THINK),
 )
-"""Every family; the first whose marks a template has is its own."""
+"""Every dialect; the first whose marks a template has is its own."""
 
 _WRITES_JSON = re.compile(r"arguments'?\]?\s*\|\s*tojson")
 _NAMES = tuple(dict.fromkeys(row.name for row in ROWS))
 
 
-def family_of(template: str | Mapping[str, str] | None) -> Family:
-    """Return the family of a chat template, or of the named ones that a tokenizer has.
+def dialect_of(template: str | Mapping[str, str] | None) -> Dialect:
+    """Return the dialect of a chat template, or of the named ones that a tokenizer has.
 
     UnsupportedError for a template in which no known form stands: nothing is guessed.
     """
@@ -451,16 +451,16 @@ def family_of(template: str | Mapping[str, str] | None) -> Family:
         if all(mark in source for mark in row.marks):
             thinks = row.thoughts is not None and _appears(row, row.thoughts, source)
             found = row if thinks else replace(row, thoughts=None)
-            # Some templates of such a family write the arguments as JSON themselves.
+            # Some templates of such a dialect write the arguments as JSON themselves.
             return replace(found, as_text=row.as_text and not _WRITES_JSON.search(source))
     raise UnsupportedError(
         "the chat template shows no known form of calls or thoughts",
-        wanted=f"a template of one of the families {', '.join(_NAMES)}",
+        wanted=f"a template of one of the dialects {', '.join(_NAMES)}",
         got="no chat template" if not source else f"one of {len(source)} characters",
         do="Load a model whose template has tools, or set tokenizer.chat_template to one",
     )
 
 
-def _appears(row: Family, thoughts: Thoughts, source: str) -> bool:
-    """Return True if a template speaks of thoughts, or its family has them whatever it says."""
+def _appears(row: Dialect, thoughts: Thoughts, source: str) -> bool:
+    """Return True if a template speaks of thoughts, or its dialect has them whatever it says."""
     return isinstance(row.form, Channels) or thoughts.closing.strip() in source

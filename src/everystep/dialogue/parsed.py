@@ -52,7 +52,7 @@ class CallEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class Markup:
     """A piece between all these, which says nothing: a tag, or blanks beside one."""
 
     raw: str
@@ -66,7 +66,7 @@ class Finish:
     raw: str = ""
 
 
-DialogueEvent = Content | Thought | CallBegin | CallArguments | CallEnd | Mark | Finish
+DialogueEvent = Content | Thought | CallBegin | CallArguments | CallEnd | Markup | Finish
 
 
 @dataclass(frozen=True, slots=True)

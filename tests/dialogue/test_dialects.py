@@ -1,4 +1,4 @@
-"""Families are told by their templates, and what such a template writes is read back."""
+"""Dialects are told by their templates, and what such a template writes is read back."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Any
 
 import pytest
 
-from everystep.dialogue import family_of
-from everystep.dialogue.families import ROWS
+from everystep.dialogue import dialect_of
+from everystep.dialogue.dialects import ROWS
 from everystep.errors import UnsupportedError
 from everystep.testing.tokenizer import CHATML
 from everystep.text import ChatTemplate
 from tests.dialogue.calls import CALLS, TOOLS, parsed, parts
 from tests.dialogue.templates import FORMS, Form
 
-IDS = [f"{form.family}-{n}" for n, form in enumerate(FORMS)]
+IDS = [f"{form.dialect}-{n}" for n, form in enumerate(FORMS)]
 QUESTION = [{"role": "user", "content": "What is it like?"}]
 
 
 def rendered(form: Form, count: int, said: str, thought: str | None, **how: Any) -> tuple[str, str]:
     """The prompt, and the answer with so many calls, as the form's template writes both."""
-    template, family = ChatTemplate(form.source), family_of(form.source)
+    template, dialect = ChatTemplate(form.source), dialect_of(form.source)
     calls = [
         {
             "id": f"abcdefgh{n}",
             "type": "function",
             "function": {
                 "name": name,
-                "arguments": json.dumps(given) if family.as_text else given,
+                "arguments": json.dumps(given) if dialect.as_text else given,
             },
         }
         for n, (name, given) in enumerate(CALLS[:count])
@@ -45,57 +45,57 @@ def rendered(form: Form, count: int, said: str, thought: str | None, **how: Any)
 
 @pytest.mark.parametrize("form", FORMS, ids=IDS)
 def test_a_call_that_a_template_writes_is_read_back(form: Form) -> None:
-    family = family_of(form.source)
-    assert family.name == form.family
+    dialect = dialect_of(form.source)
+    assert dialect.name == form.dialect
     for count in (1,) if form.single else (1, 2):
         prompt, text = rendered(form, count, "", None)
-        events = parsed(family, text)
+        events = parsed(dialect, text)
         assert parts(events) == ("", "", [(*call, True) for call in CALLS[:count]])
         assert "".join(one.raw for one in events) == text
-        assert not family.thinks_after(prompt)
+        assert not dialect.thinks_after(prompt)
 
 
-@pytest.mark.parametrize("form", [one for one in FORMS if one.thoughts], ids=lambda f: f.family)
+@pytest.mark.parametrize("form", [one for one in FORMS if one.thoughts], ids=lambda f: f.dialect)
 def test_thoughts_stand_apart_also_where_the_prompt_has_begun_them(form: Form) -> None:
-    family = family_of(form.source)
+    dialect = dialect_of(form.source)
     _, text = rendered(form, 1, "", "Hm: what\n\nnow?")
-    assert parts(parsed(family, text)) == ("", "Hm: what\n\nnow?", [(*CALLS[0], True)])
-    if form.family == "harmony":
+    assert parts(parsed(dialect, text)) == ("", "Hm: what\n\nnow?", [(*CALLS[0], True)])
+    if form.dialect == "harmony":
         return  # its prompts begin no thought
     prompt, text = rendered(form, 1, "", "Hm", enable_thinking=True)
-    assert family.thinks_after(prompt)
-    assert parts(parsed(family, text, thinks=True)) == ("", "Hm", [(*CALLS[0], True)])
+    assert dialect.thinks_after(prompt)
+    assert parts(parsed(dialect, text, thinks=True)) == ("", "Hm", [(*CALLS[0], True)])
 
 
-@pytest.mark.parametrize("form", [one for one in FORMS if not one.single], ids=lambda f: f.family)
+@pytest.mark.parametrize("form", [one for one in FORMS if not one.single], ids=lambda f: f.dialect)
 def test_what_is_said_before_a_call_is_content(form: Form) -> None:
-    family = family_of(form.source)
+    dialect = dialect_of(form.source)
     _, text = rendered(form, 1, "Let me see.", None)
-    content, _, calls = parts(parsed(family, text))
-    if family.bare:  # a call that has its mark is one, wherever it stands
-        text = text.replace(family.opening, "")
-        assert parts(parsed(family, text))[0].startswith("Let me see.")
+    content, _, calls = parts(parsed(dialect, text))
+    if dialect.bare:  # a call that has its mark is one, wherever it stands
+        text = text.replace(dialect.opening, "")
+        assert parts(parsed(dialect, text))[0].startswith("Let me see.")
     assert (content, calls) == ("Let me see.", [(*CALLS[0], True)])
 
 
 def test_every_form_of_the_table_has_a_template_here() -> None:
     named = {row.name for row in ROWS if row.form is not None}
-    assert named - {form.family for form in FORMS} == {"smollm2"}  # which is asked without one
+    assert named - {form.dialect for form in FORMS} == {"smollm2"}  # which is asked without one
 
 
 def test_named_templates_are_looked_through_for_the_one_with_tools() -> None:
     named = {"default": CHATML, "tool_use": FORMS[1].source}
-    assert family_of(named).name == "hermes"
+    assert dialect_of(named).name == "hermes"
 
 
 @pytest.mark.parametrize("template", [CHATML, "", None, {}, {"other": FORMS[0].source}])
 def test_an_unknown_template_is_refused(template: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"known form.*wanted.*hermes"):
-        family_of(template)
+        dialect_of(template)
 
 
 def test_a_model_that_only_thinks_has_no_calls() -> None:
-    family = family_of("{% if x %}<think>{{ x }}</think>{% endif %}")
-    assert (family.name, family.form) == ("thinking", None)
+    dialect = dialect_of("{% if x %}<think>{{ x }}</think>{% endif %}")
+    assert (dialect.name, dialect.form) == ("thinking", None)
     text = "<think>\nso\n</think>\n\nYes: <tool_call>"
-    assert parts(parsed(family, text)) == ("Yes: <tool_call>", "so", [])
+    assert parts(parsed(dialect, text)) == ("Yes: <tool_call>", "so", [])

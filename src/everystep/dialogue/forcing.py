@@ -13,12 +13,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from everystep.dialogue.families import (
+from everystep.dialogue.dialects import (
     Braced,
     Channels,
-    Family,
+    Dialect,
+    JsonObjects,
     Named,
-    Objects,
     Pythonic,
     Tagged,
     Thoughts,
@@ -38,7 +38,7 @@ _SAYS_NOTHING = frozenset({"title", "description", "default", "examples"})
 
 
 def grammar_for(
-    family: Family,
+    dialect: Dialect,
     tools: Sequence[Tool],
     choice: ToolChoice | None = None,
     *,
@@ -53,23 +53,23 @@ def grammar_for(
     call is as its tool says. `parallel`: whether there may be several. `strict`: whether arguments
     follow the schemas of their tools; None: they do unless a tool says `strict: false`, under
     "auto" only if one says `strict: true`. `thinks`: the prompt ends within a thought. `special`:
-    the ids of the family's marks that the tokenizer has as special tokens. UnsupportedError where a
-    form or a schema cannot be held to.
+    the ids of the dialect's marks that the tokenizer has as special tokens. UnsupportedError where
+    a form or a schema cannot be held to.
     """
     choice = choice or ToolChoice()
     forced = choice.mode == "required"
     held = strict if strict is not None else forced or any(tool.strict for tool in tools)
     if choice.mode == "none" or not (forced or held):
         return None
-    if family.form is None:
+    if dialect.form is None:
         raise UnsupportedError(
-            f"the form of calls of the family {family.name} is not known",
+            f"the form of calls of the dialect {dialect.name} is not known",
             wanted="a model whose chat template shows how it calls tools",
             do="Leave tool_choice out",
         )
     named = [tool for tool in tools if choice.name in (None, tool.name)]
-    rules = _Rules(family, special)
-    several = parallel and family.parallel is not None
+    rules = _Rules(dialect, special)
+    several = parallel and dialect.parallel is not None
     calls = {tool.name: rules.call(tool, _holds(tool, strict, forced)) for tool in named}
     start = rules.forced(calls, several, thinks) if forced else rules.free(calls, several, thinks)
     text = rules.text(start)
@@ -93,8 +93,8 @@ def _holds(tool: Tool, strict: bool | None, forced: bool) -> bool:
 class _Rules:
     """The rules of one grammar, as they are written."""
 
-    def __init__(self, family: Family, special: Mapping[str, int]) -> None:
-        self._family = family
+    def __init__(self, dialect: Dialect, special: Mapping[str, int]) -> None:
+        self._dialect = dialect
         self._special = special
         found = sorted((one for one in special if one), key=len, reverse=True)
         self._tokens = re.compile("|".join(map(re.escape, found)) or "(?!)")
@@ -135,10 +135,10 @@ class _Rules:
 
     def forced(self, calls: Mapping[str, str], several: bool, thinks: bool) -> str:
         """Return the body of answers that are calls, after thoughts."""
-        family = self._family
-        if isinstance(family.form, Channels):
+        dialect = self._dialect
+        if isinstance(dialect.form, Channels):
             return f"{self._said_before()}* ({_either(calls.values())})"
-        thoughts = family.thoughts
+        thoughts = dialect.thoughts
         head = ""
         if thoughts is not None:
             rest = self.until(thoughts.closing.strip())
@@ -149,24 +149,24 @@ class _Rules:
 
     def _around(self, calls: Mapping[str, str], several: bool) -> tuple[str, str, str]:
         """Return what stands before all calls, the calls, and what stands behind them."""
-        family = self._family
-        call, between = f"({_either(calls.values())})", self.spelled(family.parallel or "")
-        begin, end = brackets(family) if is_together(family) else family.section
-        if not is_together(family):
-            opening, closing = self.spelled(family.opening), self.spelled(family.closing)
+        dialect = self._dialect
+        call, between = f"({_either(calls.values())})", self.spelled(dialect.parallel or "")
+        begin, end = brackets(dialect) if is_together(dialect) else dialect.section
+        if not is_together(dialect):
+            opening, closing = self.spelled(dialect.opening), self.spelled(dialect.closing)
             call = f"({opening} {call} {closing})"
         return begin, f"{call} ({between} {call})*" if several else call, end
 
     def free(self, calls: Mapping[str, str], several: bool, thinks: bool) -> str:
         """Return the body of any answer, whose calls are as they have to be."""
-        family, thoughts = self._family, self._family.thoughts
-        if isinstance(family.form, Channels):
+        dialect, thoughts = self._dialect, self._dialect.thoughts
+        if isinstance(dialect.form, Channels):
             return f"{self._said_before()}* ({self._final()} | {_either(calls.values())})"
         begin, each, end = self._around(calls, several)
-        opening = (family.section[0] or family.opening or _before(family)).strip()
+        opening = (dialect.section[0] or dialect.opening or _before(dialect)).strip()
         first = self._beginning(thoughts if not thinks else None, opening)
-        if family.bare:
-            sign = "[" if isinstance(family.form, Pythonic) else "{"
+        if dialect.bare:
+            sign = "[" if isinstance(dialect.form, Pythonic) else "{"
             other = self.rule(f"/[^{_escaped(sign)} \\n](?s:.*)/")
             return f"({self.spelled(begin)} {each} {self.spelled(end)}) | {other}?"
         rest = self._after_opening(calls, several, opening, end)
@@ -197,23 +197,23 @@ class _Rules:
         self, calls: Mapping[str, str], several: bool, opening: str, end: str
     ) -> str:
         """Return the body of the calls behind their opening mark, which stands already."""
-        family = self._family
+        dialect = self._dialect
         call = f"({_either(calls.values())})"
-        if is_together(family):
-            begin = brackets(family)[0].lstrip().removeprefix(opening)
-            between = self.spelled(family.parallel or "")
+        if is_together(dialect):
+            begin = brackets(dialect)[0].lstrip().removeprefix(opening)
+            between = self.spelled(dialect.parallel or "")
             each = f"{call} ({between} {call})*" if several else call
             return f"{self.spelled(begin)} {each} {self.spelled(end)}"
-        marks = self.spelled(family.opening), self.spelled(family.closing)
+        marks = self.spelled(dialect.opening), self.spelled(dialect.closing)
         whole = f"{marks[0]} {call} {marks[1]}"
-        if family.section[0]:
-            begin = self.spelled(family.section[0].lstrip().removeprefix(opening))
-            more = f"({self.spelled(family.parallel or '')} {whole})*" if several else ""
+        if dialect.section[0]:
+            begin = self.spelled(dialect.section[0].lstrip().removeprefix(opening))
+            more = f"({self.spelled(dialect.parallel or '')} {whole})*" if several else ""
             return f"{begin} {whole} {more} {self.spelled(end)}"
-        if not family.opening.strip():  # the calls begin with the mark themselves
+        if not dialect.opening.strip():  # the calls begin with the mark themselves
             cut = [self._known_cut(one, opening) for one in calls.values()]
             return f"({_either(cut)}) {marks[1]}"
-        return f"{self.spelled(family.opening.lstrip().removeprefix(opening))} {call} {marks[1]}"
+        return f"{self.spelled(dialect.opening.lstrip().removeprefix(opening))} {call} {marks[1]}"
 
     def _known_cut(self, rule: str, opening: str) -> str:
         """Return the rule of a call without the mark that it begins with."""
@@ -237,11 +237,11 @@ class _Rules:
 
     def call(self, tool: Tool, held: bool) -> str:
         """Return the rule of a call of a tool."""
-        form, name = self._family.form, tool.name
+        form, name = self._dialect.form, tool.name
         try:
             schema = _schema(tool) if held else {"type": "object"}
             match form:
-                case Objects():
+                case JsonObjects():
                     before, number, after = object_begin(form, name, 0).partition('"0"')
                     head = self.spelled(before)
                     if number:  # of the call, counted by the model
@@ -306,7 +306,7 @@ class _Rules:
         if schema.get("type") == "string" and own <= _OF_TEXTS:
             return self.until(closing, schema.get("minLength", 0), schema.get("maxLength"))
         raise UnsupportedError(
-            "an argument is a text that this family writes without quotes",
+            "an argument is a text that this dialect writes without quotes",
             wanted="a string with minLength, maxLength, enum or const alone",
             got=json.dumps(dict(schema))[:200],
             do="Loosen the schema, or pass strict=False and check the call",
@@ -323,7 +323,7 @@ class _Rules:
         """Return the body of arguments by name with marks between them, in the schema's order."""
         if not held:
             raise UnsupportedError(
-                f"calls of the family {self._family.name} are held to schemas alone",
+                f"calls of the dialect {self._dialect.name} are held to schemas alone",
                 do="Leave strict out, or tool_choice",
             )
         properties, required = _listed(schema, held)
@@ -350,7 +350,7 @@ class _Rules:
         return f"({_either([*words, *([_json({'type': sorted(rest)})] if rest else [])])})"
 
     def _braced_value(self, given: Any, root: Mapping[str, Any]) -> str:
-        schema, form = _resolved(given, root), self._family.form
+        schema, form = _resolved(given, root), self._dialect.form
         quote = form.quote if isinstance(form, Braced) else ""
         kinds = kinds_of(schema, root)
         if kinds == {"string"} or (kinds >= {"string"} and _is_mixed(schema)):
@@ -369,7 +369,7 @@ class _Rules:
             )
             return f'"{{" {inner} "}}"'
         raise UnsupportedError(
-            f"calls of the family {self._family.name} cannot be held to an argument's schema",
+            f"calls of the dialect {self._dialect.name} cannot be held to an argument's schema",
             wanted="texts, numbers, true, false, null, and lists and objects of these",
             got=json.dumps(dict(schema))[:200],
             do="Loosen the schema, or leave tool_choice out",
@@ -389,8 +389,8 @@ def _is_mixed(schema: Mapping[str, Any]) -> bool:
     return len(branches) > 1 and plain and own <= {"type", "anyOf"}
 
 
-def _before(family: Family) -> str:
-    form = family.form
+def _before(dialect: Dialect) -> str:
+    form = dialect.form
     return form.before if isinstance(form, Named | Tagged) else ""
 
 

@@ -126,6 +126,30 @@ def test_a_tool_without_parameters_takes_none() -> None:
     assert not takes(grammar, written(row, [("stop", {"a": 1})]), tokenizer)
 
 
+def test_schemas_that_lead_into_themselves_take_no_time() -> None:
+    many = [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}] * 6
+    schema = {
+        "type": "object",
+        "properties": {"x": {"$ref": "#/$defs/a"}, "y": {"$ref": "#/$defs/c"}},
+        "$defs": {
+            "a": {"anyOf": [*many, {"type": "integer"}]},
+            "b": {"anyOf": [*many, {"type": "null"}]},
+            "c": {"type": "array", "items": {"$ref": "#/$defs/c"}},
+        },
+    }
+    (tool,) = read_tools([{"name": "f", "parameters": schema}])
+    assert tool.kinds("x") == {"integer", "null"} and tool.kinds("y") == {"array"}
+    with pytest.raises(UnsupportedError, match="cannot be held"):
+        grammar_for(BY_NAME["gemma-4"], [tool], REQUIRED)
+
+
+def test_so_many_arguments_are_too_many() -> None:
+    schema = {"type": "object", "properties": {f"a{n}": {"type": "string"} for n in range(999)}}
+    tools = read_tools([{"name": "f", "parameters": schema}])
+    with pytest.raises(UnsupportedError, match="too many"):
+        grammar_for(BY_NAME["qwen3-coder"], tools, REQUIRED)
+
+
 def of_schema(schema: Any) -> list[Any]:
     return [{"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}]
 

@@ -27,10 +27,12 @@ from everystep.dialogue.tools import Tool, ToolChoice, kinds_of, referred
 from everystep.dialogue.writing import brackets, is_together, object_begin
 from everystep.errors import EverystepError, UnsupportedError
 from everystep.processors.grammars.schema import check_schema
-from everystep.processors.grammars.source import LONGEST
+from everystep.processors.grammars.source import LONGEST, MOST_RULES
+from everystep.text.native import checked_text
 
 _META = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 _ANY = "(?s:.*)"
+_MOST_NESTED = 16
 _NOTHING: Mapping[str, int] = {}
 _WORDS = {"boolean": '"True" | "False"', "null": '"None"'}
 _OF_TEXTS = frozenset({"type", "minLength", "maxLength"})
@@ -72,7 +74,14 @@ def grammar_for(
     several = parallel and dialect.parallel is not None
     calls = {tool.name: rules.call(tool, _holds(tool, strict, forced)) for tool in named}
     start = rules.forced(calls, several, thinks) if forced else rules.free(calls, several, thinks)
-    text = rules.text(start)
+    text = checked_text(rules.text(start), "tools")
+    if text.count("\n") > MOST_RULES:
+        raise UnsupportedError(
+            "the tools have too many arguments together",
+            wanted=f"a grammar of at most {MOST_RULES} rules",
+            got=text.count("\n"),
+            do="Pass fewer tools, or strict=False for some of them",
+        )
     if len(text) > LONGEST["schema"]:
         raise UnsupportedError(
             "the schemas of the tools are too long together",
@@ -100,6 +109,7 @@ class _Rules:
         self._tokens = re.compile("|".join(map(re.escape, found)) or "(?!)")
         self._lines = [f"TEXT: /{_ANY}/", "BLANKS: /[ \\n]{0,2}/"]
         self._known: dict[str, str] = {}
+        self._depth = 0  # of values in values
 
     def text(self, start: str) -> str:
         """Return the grammar."""
@@ -350,7 +360,15 @@ class _Rules:
         return f"({_either([*words, *([_json({'type': sorted(rest)})] if rest else [])])})"
 
     def _braced_value(self, given: Any, root: Mapping[str, Any]) -> str:
-        schema, form = _resolved(given, root), self._dialect.form
+        self._depth += 1
+        try:
+            return self._braced(_resolved(given, root), given, root)
+        finally:
+            self._depth -= 1
+
+    def _braced(self, schema: Mapping[str, Any], given: Any, root: Mapping[str, Any]) -> str:
+        """Return the body of a value in Gemma's syntax."""
+        form = self._dialect.form
         quote = form.quote if isinstance(form, Braced) else ""
         kinds = kinds_of(schema, root)
         if kinds == {"string"} or (kinds >= {"string"} and _is_mixed(schema)):
@@ -360,10 +378,11 @@ class _Rules:
         if kinds.isdisjoint({"string", "array", "object"}):
             return _json(_with_definitions(given, root))
         own = schema.keys() - _SAYS_NOTHING
-        if schema.get("type") == "array" and own <= {"type", "items"}:
+        shallow = self._depth <= _MOST_NESTED
+        if shallow and schema.get("type") == "array" and own <= {"type", "items"}:
             item = self.rule(self._braced_value(schema.get("items", {"type": "string"}), root))
             return f'"[" ({item} ("," {item})*)? "]"'
-        if schema.get("type") == "object" and "properties" in schema:
+        if shallow and schema.get("type") == "object" and "properties" in schema:
             inner = self._members(
                 {**schema, "$defs": root.get("$defs", {})}, True, ":", ",", self._braced_value
             )

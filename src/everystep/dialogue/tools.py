@@ -41,8 +41,13 @@ _TYPES = frozenset({*_OF_VALUES.values(), "array", "null"})
 _MOST_STEPS = 16
 
 
-def kinds_of(schema: Any, root: Mapping[str, Any], steps: int = _MOST_STEPS) -> frozenset[str]:
+def kinds_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Return the types that a schema allows at most, `root` being what its references lead into."""
+    return _kinds(schema, root, set(), _MOST_STEPS)
+
+
+def _kinds(schema: Any, root: Mapping[str, Any], seen: set[str], steps: int) -> frozenset[str]:
+    """Return the same of a schema so many steps inside; references that were `seen` add nothing."""
     if not isinstance(schema, Mapping) or not steps:
         return _TYPES
     if isinstance(schema.get("type"), str | list):
@@ -53,10 +58,13 @@ def kinds_of(schema: Any, root: Mapping[str, Any], steps: int = _MOST_STEPS) -> 
         return frozenset(_type_of(value) for value in listed)
     for name in ("anyOf", "oneOf"):
         if isinstance(schema.get(name), list):
-            parts = [kinds_of(one, root, steps - 1) for one in schema[name]]
+            parts = [_kinds(one, root, seen, steps - 1) for one in schema[name]]
             return frozenset().union(*parts)
-    if isinstance(schema.get("$ref"), str):
-        return kinds_of(referred(schema["$ref"], root), root, steps - 1)
+    if isinstance(reference := schema.get("$ref"), str):
+        if reference in seen:
+            return frozenset()
+        seen.add(reference)
+        return _kinds(referred(reference, root), root, seen, steps - 1)
     return _TYPES
 
 

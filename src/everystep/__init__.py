@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from everystep.api.open import open as open
     from everystep.api.open import resume as resume
     from everystep.api.prefill import prefill as prefill
+    from everystep.api.quantize import export_gguf as export_gguf
     from everystep.api.quantize import quantize as quantize
     from everystep.api.score import Score as Score
     from everystep.api.score import score as score
@@ -239,7 +240,7 @@ _NAMES = {
     "api.layout_prompt": "layout_prompt",
     "api.prefill": "prefill",
     "requests.options": "Prefix",
-    "api.quantize": "quantize",
+    "api.quantize": "export_gguf quantize",
     "runs.run": "Run",
     "api.open": "open resume",
     "api.score": "Score score",

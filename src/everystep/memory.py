@@ -18,6 +18,7 @@ from everystep.errors import CapacityError
 _SMALL = 256 << 20
 _SYSTEM = Path("/proc/meminfo")
 _GROUP = Path("/sys/fs/cgroup")
+_PROCESS = Path("/proc/self/status")
 
 
 def require_memory(needed: int, what: str, do: str, device: torch.device | None = None) -> None:
@@ -39,6 +40,15 @@ def memory_left(device: torch.device | None = None) -> int | None:
         return int(torch.cuda.mem_get_info(device)[0])
     found = [one for one in (_of_system(), _of_group()) if one is not None]
     return min(found, default=None)
+
+
+def peak_memory(device: torch.device | None = None) -> int | None:
+    """Return the most bytes that this process has held at once, on a GPU the tensors there; None
+    where the system does not say."""
+    if device is not None and device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    line = next((x for x in _text(_PROCESS).splitlines() if x.startswith("VmHWM:")), None)
+    return None if line is None else int(line.split()[1]) << 10
 
 
 def memory_speed(size: int = 1 << 30) -> float:

@@ -53,6 +53,11 @@ def counted(number: int, unit: str = "") -> str:
     return f"{number / size:.3g}{letter}{unit}" if size > 1 else f"{number}{unit}"
 
 
+def counted_bytes(number: int) -> str:
+    """Return a number of bytes in three digits: 98.2MB."""
+    return counted(number).replace("B", "G") + "B"
+
+
 @contextmanager
 def progress_bar(progress: bool, many: Any, what: str) -> Iterator[Callable[[], None]]:
     """Yield what to call once for each of many: it moves a bar on standard error, if asked."""

@@ -43,6 +43,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], type | None]] = {
     "load": (es.load, None),
     "load_model": (es.load_model, None),
     "quantize": (es.quantize, None),
+    "export_gguf": (es.export_gguf, None),
     "wrap": (es.wrap, None),
     "transcribe": (es.transcribe, keywords.ModelOptions),
     "verify": (es.verify, LoadOptions),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -18,10 +18,14 @@ from everystep.errors import UnsupportedError
 
 
 class AdapterChange(ABC):
-    """A change of rows [start, start + rows) of a map; a frozen dataclass."""
+    """A change of rows [start, start + rows) of a map; a frozen dataclass.
+
+    `needs`: the ability that an executor must have to make it, where not all that know adapters do.
+    """
 
     __slots__ = ()
     start: int
+    needs: ClassVar[str | None] = None
 
     @property
     @abstractmethod
@@ -100,6 +104,13 @@ class Delta(Addition):
         y = (x @ self.a.T) @ self.b.T
         return (y if self.shift is None else y + self.shift) * self.scale
 
+    def after(self, y: Tensor, x: Tensor, bias: Tensor | None, weight: float) -> Tensor:
+        scale = self.scale * weight
+        if scale != 0 and x.dim() == 2 and self.shift is None:
+            # The small factor is scaled, and the product is added where it is made.
+            return torch.addmm(y, (x @ self.a.T) * scale, self.b.T)
+        return Addition.after(self, y, x, bias, weight)
+
     def product(self, dtype: torch.dtype) -> Tensor:
         return self.b.to(dtype) @ self.a.to(dtype) * self.scale
 
@@ -141,6 +152,7 @@ class Kronecker(Addition):
     LoKr (Yeh et al. 2023).
     """
 
+    needs: ClassVar[str | None] = "Kronecker products"
     left: Tensor
     right: Tensor
     start: int = 0
@@ -181,6 +193,7 @@ class Rotation(InputChange):
     OFT (Qiu et al. 2023).
     """
 
+    needs: ClassVar[str | None] = "rotations"
     turns: Tensor
     height: int
     start: int = 0
@@ -201,6 +214,7 @@ class Rotation(InputChange):
 class InputScaling(InputChange):
     """A scale of what the inside reads, `factors` (in,): IA3 (Liu et al. 2022) of some maps."""
 
+    needs: ClassVar[str | None] = "scaled inputs"
     factors: Tensor
     height: int
     start: int = 0
@@ -262,3 +276,9 @@ class Magnitude(AdapterChange):
         gains = self.gains.to(matrix.dtype)[:, None]
         more = (gains - 1) * matrix + gains * self.delta.product(matrix.dtype)
         return matrix + more * weight
+
+
+EVERY_CHANGE = frozenset(
+    one.needs for one in (Kronecker, Rotation, InputScaling) if one.needs is not None
+)
+"""The abilities of an executor that makes changes of every class."""

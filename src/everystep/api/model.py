@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack, cast, final
 
@@ -42,8 +42,9 @@ from everystep.requests.pictures import picture_names
 from everystep.requests.prompts import PromptLike
 from everystep.requests.rectangles import with_prompt
 from everystep.requests.subject import Subject
-from everystep.shown import counted, cut
+from everystep.shown import counted, counted_bytes, cut
 from everystep.speech.transcribe import transcribe
+from everystep.types import ResolvedAdapter
 
 if TYPE_CHECKING:
     from everystep.requests.keywords import ModelOptions
@@ -88,7 +89,7 @@ class LanguageModel(LoopMethods, Subject):
 
     def __repr__(self) -> str:
         """Return family, parameters, bytes by format, executor, cache and context in a line."""
-        weights = [f"{counted(size, 'B')} {name}" for name, size in self.weight_bytes.items()]
+        weights = [f"{counted_bytes(size)} {name}" for name, size in self.weight_bytes.items()]
         parts = [
             str(getattr(self.config, "model_type", "unknown family")),
             f"{counted(self.num_parameters())} parameters",
@@ -169,6 +170,9 @@ class LanguageModel(LoopMethods, Subject):
         layers: int | None = None,
     ) -> Executor:
         return self._held.executor(needs, quantization, layers)
+
+    def resolved(self, adapters: Iterable[str]) -> Mapping[str, ResolvedAdapter]:
+        return self._held.resolved(adapters)
 
     def digest(self, adapters: Iterable[str] = ()) -> str:
         return self._held.digest(adapters)
@@ -322,14 +326,16 @@ class LanguageModel(LoopMethods, Subject):
         self._held.requires_grad_(requires_grad)
         return self
 
-    def frozen(self) -> LanguageModel:
+    def frozen(self, adapters: Merged | None = None) -> LanguageModel:
         """Return a model with a copy of the weights as they are now, which does not learn.
 
         It runs on the executor that this one was loaded with, natively where that can be. Further
-        changes of this model's weights do not reach it. UnsupportedError for a wrapped model.
+        changes of this model's weights do not reach it. `adapters`: names, or (name, weight) pairs,
+        that are merged into its weights, and it has none then; without a choice it has those of
+        this model. UnsupportedError for a wrapped model.
         """
         made = LanguageModel.__new__(LanguageModel)
-        made._held = self._held.frozen()
+        made._held = self._held.frozen(adapters)
         made.chat_defaults = self.chat_defaults
         return made
 

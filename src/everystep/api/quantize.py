@@ -12,6 +12,7 @@ from torch import Tensor
 
 from everystep.api.load import Progress, Source, load
 from everystep.api.model import LanguageModel
+from everystep.api.saving import Merged
 from everystep.errors import FileError, RequestError, shown
 from everystep.files.atomic import atomic_file, atomic_folder, write_atomic
 from everystep.files.gguf import read_gguf
@@ -72,16 +73,65 @@ def quantize(
         return target
     model, tokenizer = load(source, offline=offline, progress=progress)
     _require_floats(model)
+    columns = {} if importance is None else _importance(model, tokenizer, importance)
     core = cast(Model, model.core)  # that of a model which was loaded, not wrapped
-    metadata = {
-        **gguf_metadata(core, model.name_or_path or target.stem),
+    name = model.name_or_path or target.stem
+    _write_file(core, _metadata(core, tokenizer, name, format), format, columns, target)
+    return target
+
+
+def export_gguf(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    target: Source,
+    format: GgufFormat | None = None,
+    *,
+    adapters: Merged | None = None,
+) -> Path:
+    """Write a model that is in memory, with adapters in its weights, as a GGUF file.
+
+    `format`: a mix as for `quantize`; without one the name of the file says it, as
+    `mine.Q4_K_M.gguf` does, or it is "q8_0". `adapters`: names, or pairs of a name and a weight,
+    which are merged into what is written; a model that has some needs a choice, which may be empty.
+    Weights that are stored in codes are rounded a second time. Raises FileError where `target`
+    exists, UnsupportedError for what GGUF cannot say of a model and for a wrapped module; nothing
+    is left behind then.
+
+    Example:
+
+        >>> written = es.export_gguf(model, tokenizer, folder / "mine.Q4_K_M.gguf")
+    """
+    target = expanded(as_path(target))
+    if format is None:
+        format = format_in_name(target)
+    _require_choices(target, format, None)
+    if adapters is None and model.adapters:
+        raise RequestError(
+            "the model has adapters, and nothing says which of them are written",
+            wanted="adapters, a list of names which may be empty",
+            got=f"no choice of {', '.join(map(repr, model.adapters))}",
+        )
+    core = cast(Model, model.frozen(adapters or ()).core)  # a wrapped module is refused there
+    name = model.name_or_path or target.stem
+    _write_file(core, _metadata(core, tokenizer, name, format), format, {}, target)
+    return target
+
+
+def format_in_name(target: Path) -> GgufFormat:
+    """Return the mix that the name of a file says before its end, or else "q8_0"."""
+    found = target.stem.rpartition(".")[2].lower()
+    return cast(GgufFormat, found) if found in MIXES else "q8_0"
+
+
+def _metadata(
+    core: Model, tokenizer: Tokenizer, name: str, format: GgufFormat
+) -> dict[str, object]:
+    return {
+        **gguf_metadata(core, name),
         "general.file_type": MIXES[format].number,
         "general.quantization_version": 2,
         **tokenizer_metadata(tokenizer, core.vocab_size),
     }
-    columns = {} if importance is None else _importance(model, tokenizer, importance)
-    _write_file(core, metadata, format, columns, target)
-    return target
 
 
 def _require_choices(target: Path, format: object, importance: object) -> None:

@@ -24,7 +24,6 @@ from everystep.adapters import (
     Combination,
     Mix,
     PeftAdapter,
-    as_they_are,
     learning,
     let_follow,
     new_adapter,
@@ -70,6 +69,7 @@ from everystep.models.decoder import Decoder
 from everystep.models.load import usable_device
 from everystep.requests.features import PromptInput, own_inputs
 from everystep.requests.subject import Subject
+from everystep.types import ResolvedAdapter
 
 # Weights are read once, unless they can change.
 _DIGESTS: WeakKeyDictionary[Model, str] = WeakKeyDictionary()
@@ -158,7 +158,7 @@ class Holder(Subject, Protocol):
         """Let the weights require gradients, or no longer."""
 
     @abstractmethod
-    def frozen(self) -> Holder:
+    def frozen(self, adapters: Merged | None) -> Holder:
         """Return one with a copy of the weights of now, as they are read fastest."""
 
     @abstractmethod
@@ -250,14 +250,11 @@ class OwnSubject(Holder):
         layers: int | None = None,
     ) -> Executor:
         core = self._core if layers is None else first_layers(self._core, layers)
-        return open_executor(
-            core,
-            self._executor_name,
-            needs,
-            quantization,
-            self._cache_dtype,
-            as_they_are(self._adapters) if self._adapters else None,
-        )
+        name, kept = self._executor_name, self._cache_dtype
+        return open_executor(core, name, needs, quantization, kept)
+
+    def resolved(self, adapters: Iterable[str]) -> Mapping[str, ResolvedAdapter]:
+        return {name: require_adapter(self._adapters, name).now() for name in adapters}
 
     def digest(self, adapters: Iterable[str] = ()) -> str:
         core = self._core
@@ -387,16 +384,19 @@ class OwnSubject(Holder):
             for _, weight in self.named_parameters():
                 weight.requires_grad_(requires_grad)
 
-    def frozen(self) -> OwnSubject:
+    def frozen(self, adapters: Merged | None) -> OwnSubject:
         in_panels = partial(holds_panels, self._executor_name)
+        core, kept = self._core, self._adapters
+        if adapters is not None:
+            core, kept = with_merged(core, kept, adapters), {}
         made = OwnSubject(
-            convert_model(self._core, in_panels=in_panels, learns=False),
+            convert_model(core, in_panels=in_panels, learns=False),
             self._config,
             self.name_or_path,
             self._executor_name,
             self._cache_dtype,
         )
-        made.given_inputs, made._adapters = self.given_inputs, self._adapters
+        made.given_inputs, made._adapters = self.given_inputs, kept
         return made
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -500,6 +500,9 @@ class WrappedSubject(Holder):
             )
         return self._core.executor()
 
+    def resolved(self, adapters: Iterable[str]) -> Mapping[str, ResolvedAdapter]:
+        return {}
+
     def digest(self, adapters: Iterable[str] = ()) -> str:
         """Return the digest of the module, whose adapters are part of it."""
         parts = [self._core.digest(), str(self._core.dtype), self.cache_dtype, *adapters]
@@ -565,7 +568,7 @@ class WrappedSubject(Holder):
     def requires_grad_(self, requires_grad: bool) -> None:
         self._module.requires_grad_(requires_grad)
 
-    def frozen(self) -> Holder:
+    def frozen(self, adapters: Merged | None) -> Holder:
         raise UnsupportedError(
             "the weights of a wrapped model are its own library's",
             do="Save it with save_pretrained, and load the folder",

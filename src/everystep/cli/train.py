@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,8 @@ import everystep as es
 from everystep.cli import command_options as o
 from everystep.cli.loading import load
 from everystep.cli.terminal import is_terminal, note, write_line
-from everystep.errors import FormatError, MissingFileError, RequestError
+from everystep.errors import FileError, FormatError, MissingFileError, RequestError
+from everystep.files.opening import is_there
 from everystep.files.sources import DEFAULT_MODEL
 
 _SHOWN = 3
@@ -30,6 +32,7 @@ _USUAL: dict[str, Any] = {
     "logging_steps": 5,
     "save_strategy": "epoch",
     "save_total_limit": 2,
+    "include_num_input_tokens_seen": True,
 }
 """Choices of a run where neither the command nor the configuration says otherwise."""
 _LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
@@ -80,6 +83,14 @@ def train(
     rank: Annotated[
         int | None, typer.Option("--rank", metavar="N", help="The rank of the adapter.")
     ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            "--export",
+            metavar="TARGET",
+            help="Write the merged model too: a folder, or a .gguf as in mine.Q4_K_M.gguf.",
+        ),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in DIR.")
     ] = False,
@@ -94,6 +105,8 @@ def train(
     The weights of the model stay as they are stored. The loss on examples that are not trained on
     is shown before and after. `everystep chat --adapter DIR` runs the model with the adapter.
     """
+    if export is not None and is_there(export):
+        raise FileError(f"{export} is there already", do="Give --export a new name")
     given = {
         "num_train_epochs": epochs,
         "max_steps": steps,
@@ -103,9 +116,12 @@ def train(
     chosen = _chosen(config, {name: one for name, one in given.items() if one is not None}, rank)
     training, held_out = _files(data, evaluated)
     loaded, tokenizer = load(model, dtype, quantize, None, device, offline or context.obj)
+    if find_spec("matplotlib") is not None:
+        chosen.run.setdefault("report_to", "plot")
     args = es.TrainingArguments(
         output_dir=output, disable_tqdm=not is_terminal(sys.stderr), **chosen.run
     )
+    prompts = _prompts(held_out)
     trainer = es.Trainer(
         loaded,
         args,
@@ -114,22 +130,28 @@ def train(
         processing_class=tokenizer,
         peft_config=es.LoraConfig(**chosen.lora),
         form=es.DataForm(**chosen.form),
+        sample_prompts=prompts,
     )
     write_line(repr(trainer.check()))
-    note(f"training {trainer.weights.count():,} numbers of an adapter")
+    note(f"training {trainer.weights.count():,} numbers of an adapter, in {trainer.estimate()}")
     before = trainer.evaluate()["eval_loss"] if held_out and not resume else None
-    prompts = _prompts(held_out)
-    answers = _answers(trainer, prompts) if before is not None else []
+    first = trainer.samples
     result = trainer.train(resume_from_checkpoint=resume)
     folder = trainer.save_model(output)
-    write_line(f"steps: {result.global_step}, mean loss {result.training_loss:.4f}")
+    rate = result.metrics.get("train_tokens_per_second")
+    speed = "" if rate is None else f", {rate:,.0f} tokens per second"
+    write_line(f"steps: {result.global_step}, mean loss {result.training_loss:.4f}{speed}")
     if held_out:
         after = trainer.evaluate()["eval_loss"]
         told = f"{after:.4f}" if before is None else f"{before:.4f} before, {after:.4f} after"
         perplexity = math.exp(min(after, 700))
         write_line(f"eval_loss: {told} (perplexity {perplexity:.3g})")
-    for prompt, was, now in zip(prompts, answers, _answers(trainer, prompts), strict=False):
-        write_line(f"\n> {prompt[-1]['content']}\nbefore: {was}\nafter:  {now}")
+    if before is not None:
+        for prompt, (_, was), (_, now) in zip(prompts, first, trainer.samples, strict=True):
+            old, new = (" ".join(text.split()) for text in (was, now))
+            write_line(f"\n> {prompt[-1]['content']}\nbefore: {old}\nafter:  {new}")
+    if export is not None:
+        note(f"writing {trainer.export(export)}")
     write_line(f"\neverystep chat --adapter {folder}")
 
 
@@ -193,10 +215,3 @@ def _prompts(held_out: Any) -> list[list[dict[str, str]]]:
         if messages:
             found.append(list(messages[:-1]))
     return found
-
-
-def _answers(trainer: es.Trainer, prompts: list[list[dict[str, str]]]) -> list[str]:
-    if not prompts:
-        return []
-    answers: list[str] = trainer.generate(prompts, max_new_tokens=48, do_sample=False)
-    return [" ".join(one.split()) for one in answers]

@@ -29,6 +29,10 @@ _FLAGS = """bf16 logging_first_step eval_on_start
     include_num_input_tokens_seen predict_with_generate disable_tqdm ignore_data_skip"""
 _INTERVALS = "logging_steps eval_steps save_steps"
 
+REPORTS = ("tensorboard", "plot")
+"""Who can be told of what is logged, beside the file of lines."""
+_REPORTS = " and ".join(map(repr, REPORTS))
+
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "fp16": "Pass bf16=True: numbers of 16 bits with the range of float32 need no scaler",
@@ -75,8 +79,9 @@ class TrainingArguments:
     of dropout and of the order of the data. `predict_with_generate`: evaluation generates too, with
     `generation_config`, at most `generation_max_length` new tokens, and `generation_num_beams`.
     `trainable`: regular expressions; weights whose name one of them matches somewhere are trained,
-    the others stay. `report_to`: "none", or a list of "tensorboard". A run writes the lines that it
-    logs to `log.jsonl` in `output_dir` in any case.
+    the others stay. `report_to`: "none", or a list of "tensorboard" and "plot", which draws the
+    losses into `plot.png` and `plot.svg` at the end. A run writes the lines that it logs to
+    `log.jsonl` in `output_dir` in any case.
     """
 
     output_dir: str | Path = "trainer_output"
@@ -254,7 +259,7 @@ _RULES: tuple[tuple[str, str, _Test], ...] = (
     ("generation_config", "an everystep.GenerationConfig", _optional(_is(GenerationConfig))),
     (
         "report_to",
-        "'none', or a list of 'tensorboard'",
+        f"'none', or a list of {_REPORTS}",
         lambda value: isinstance(value, str) or _are_texts(value),
     ),
 )
@@ -282,11 +287,11 @@ def _check_values(given: TrainingArguments) -> None:
         if value not in known:
             wanted = "one of " + ", ".join(map(repr, known))
             raise RequestError(f"{name} is not valid", wanted=wanted, got=shown(value))
-    unknown = {*given.reports} - {"tensorboard"}
+    unknown = {*given.reports} - {*REPORTS}
     if unknown:
         raise UnsupportedError(
             "report_to names who is not known here",
-            wanted="'none', or 'tensorboard'",
+            wanted=f"'none', or a list of {_REPORTS}",
             got=shown(sorted(unknown)),
             do="Pass callbacks=[...] with an on_log of your own",
         )

@@ -10,10 +10,16 @@ from typing import Any, NoReturn, final
 
 from everystep.config.kinds import is_integer, is_number, require
 from everystep.errors import MissingExtraError, RequestError
+from everystep.memory import peak_memory
+from everystep.shown import counted_bytes, cut
 from everystep.train.arguments import TrainingArguments
 from everystep.train.state import TrainerControl, TrainerState
 
 LOG = "log.jsonl"
+SAMPLES = "samples.jsonl"
+_GREY = "#94a3b8"
+_CURVES = (("loss", "#0f172a", "-"), ("eval_loss", "#c2410c", "o-"))
+"""What a plot shows: the name of a number, a colour and a style."""
 
 
 class TrainerCallback:
@@ -282,6 +288,73 @@ class TensorBoardCallback(TrainerCallback):
 
 
 @final
+class PlotCallback(TrainerCallback):
+    """Draws the losses of a run and its learning rate over its steps, when it ends, into
+    `plot.png` and `plot.svg` of the run's folder."""
+
+    def __init__(self) -> None:
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise MissingExtraError.of("report_to='plot'", "matplotlib", "train") from error
+        self._figure = Figure
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        figure = self._figure(figsize=(7, 4), layout="constrained")
+        losses = figure.subplots()
+        for name, colour, style in _CURVES:
+            points = [(one["step"], one[name]) for one in state.log_history if name in one]
+            if points:
+                losses.plot(*zip(*points, strict=True), style, color=colour, label=name)
+        rates = losses.twinx()
+        points = [
+            (one["step"], one["learning_rate"])
+            for one in state.log_history
+            if "learning_rate" in one
+        ]
+        if points:
+            rates.plot(*zip(*points, strict=True), color=_GREY, linewidth=1)
+        rates.set_ylabel("learning rate", color=_GREY)
+        rates.set_ylim(bottom=0)
+        losses.set_xlabel("step")
+        losses.set_ylabel("loss")
+        if losses.lines:
+            losses.legend(frameon=False)
+        args.folder.mkdir(parents=True, exist_ok=True)
+        for ending in ("png", "svg"):
+            figure.savefig(args.folder / f"plot.{ending}", dpi=150)
+
+
+@final
+class SampleFile(TrainerCallback):
+    """Writes what the model generates at each evaluation, a line for each prompt, into
+    `samples.jsonl` of the run's folder.
+
+    A resumed run first drops the lines after the step that it goes on from.
+    """
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        path = args.folder / SAMPLES
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [one for one in lines if json.loads(one)["step"] <= state.global_step]
+            path.write_text("".join(kept) if state.global_step else "", encoding="utf-8")
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        args.folder.mkdir(parents=True, exist_ok=True)
+        with (args.folder / SAMPLES).open("a", encoding="utf-8") as file:
+            for prompt, text in given["samples"]:
+                line = {"step": state.global_step, "prompt": prompt, "text": text}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+@final
 class ProgressCallback(TrainerCallback):
     """Shows on a terminal how far a run is, its loss, its speed and the time that is left."""
 
@@ -325,6 +398,9 @@ class ProgressCallback(TrainerCallback):
         seconds = max(time.monotonic() - self._began, 1e-9)
         rate = (state.num_input_tokens_seen - self._first) / seconds
         told = f"{rate:,.0f} tokens/s"
+        most = peak_memory(given["model"].device)
+        if most is not None:
+            told += f", {counted_bytes(most)} at most"
         self._progress.update(self._task, completed=state.global_step, told=told)
 
     def on_log(
@@ -334,6 +410,13 @@ class ProgressCallback(TrainerCallback):
         shown = [f"{key} {logs[key]:.4g}" for key in ("loss", "eval_loss") if key in logs]
         if shown:
             self._progress.console.print(f"step {state.global_step}: {', '.join(shown)}")
+
+    def on_evaluate(self, *_: Any, **given: Any) -> None:
+        for prompt, text in given.get("samples", ()):
+            asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+            # What a model writes is no markup.
+            told = f"  {cut(asked)} → {cut(' '.join(text.split()), 200)}"
+            self._progress.console.print(told, markup=False, highlight=False)
 
     def on_train_end(self, *_: Any, **given: Any) -> None:
         self._progress.stop()

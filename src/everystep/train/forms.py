@@ -108,6 +108,11 @@ class TrainingRows:
         self.per_example = 2 if kind == "preference" else 1
         self.cut: set[int] = set()
 
+    @property
+    def fixed(self) -> bool:
+        """True where examples lie in memory, so that a row is the same whenever it is read."""
+        return self._examples.fixed
+
     def __len__(self) -> int:
         return len(self._examples) * self.per_example
 

@@ -22,17 +22,24 @@ from torch.optim.lr_scheduler import LambdaLR
 from everystep.adapters import AdapterConfig
 from everystep.api.many import generate
 from everystep.api.model import LanguageModel, wrap
+from everystep.api.quantize import export_gguf
 from everystep.config.kinds import is_number
-from everystep.errors import RequestError, TrainingError, shown
+from everystep.errors import RequestError, TrainingError, UnsupportedError, shown
+from everystep.memory import require_memory
+from everystep.models import Model
+from everystep.models.gguf_mixes import GgufFormat
 from everystep.nn.loss import NO_LABEL
 from everystep.requests.arrays import require
 from everystep.requests.prompts import TokenizerLike
+from everystep.text import Tokenizer
 from everystep.train.arguments import TrainingArguments
 from everystep.train.callbacks import (
     Callbacks,
     DefaultFlow,
     LogFile,
+    PlotCallback,
     ProgressCallback,
+    SampleFile,
     TensorBoardCallback,
     TrainerCallback,
 )
@@ -47,6 +54,7 @@ from everystep.train.checkpoints import (
 )
 from everystep.train.collators import DataCollatorForSeq2Seq, default_data_collator
 from everystep.train.data_files import DataLike
+from everystep.train.estimate import MemoryEstimate, estimated, kept_bytes
 from everystep.train.evaluation import (
     EvalPrediction,
     PredictionOutput,
@@ -59,18 +67,27 @@ from everystep.train.forms import DEFAULT_FORM, DataForm, TrainingRows, read_row
 from everystep.train.inspection import Collator, Inspection, inspect_rows
 from everystep.train.optimisers import optimiser_of
 from everystep.train.order import batches_of, epoch_order, keyed_randomness
-from everystep.train.row import read_row
+from everystep.train.row import length_of, read_row
 from everystep.train.schedules import factor_of
 from everystep.train.state import TrainerControl, TrainerState, TrainOutput
 from everystep.train.weights import TrainedWeights, name_without_numbers, trained_weights
 
 Batch = dict[str, Tensor]
+Prompt = str | Sequence[Mapping[str, Any]]
+"""A text or a conversation."""
 ComputeLoss = Callable[[LanguageModel, dict[str, Any], int], Tensor]
 """The model, a batch with what a forward is told beside it (`adapter_names`, `use_cache`), and how
 many labels the whole step has -> the () loss of the batch, a sum divided by that number. An object
 with `items_of(batch)` counts what the sum is divided by itself."""
 ComputeMetrics = Callable[[EvalPrediction], Mapping[str, float]]
 
+_REPORTERS: Mapping[str, type[TrainerCallback]] = {
+    "tensorboard": TensorBoardCallback,
+    "plot": PlotCallback,
+}
+_SAMPLE_TOKENS = 64
+_LOOKED_AT = 1000
+"""Examples that are read before the first step of a data set that makes them anew each time."""
 _OF_STEP, _OF_ROW, _OF_BATCH, _OF_CHECK = 1, 2, 3, 4
 
 
@@ -112,6 +129,8 @@ class Trainer:
     stay as they are stored. `compute_loss`, `compute_loss_func`: losses of your own, of a batch or
     of outputs and labels. `compute_metrics`: from an `EvalPrediction` to numbers by name.
     `optimizers`: an optimizer and a schedule of your own, or None for those of the arguments.
+    `sample_prompts`: texts or conversations; what the model writes after each, greedily and at most
+    64 tokens, is shown at each evaluation, written to `samples.jsonl` and kept in `samples`.
 
     The first thing that `train` does is to look at the data; see `check`.
     """
@@ -132,6 +151,7 @@ class Trainer:
         compute_metrics: ComputeMetrics | None = None,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        sample_prompts: Sequence[Prompt] = (),
     ) -> None:
         chosen: object = args or TrainingArguments()
         if not isinstance(chosen, TrainingArguments):
@@ -170,14 +190,17 @@ class Trainer:
         self.weights: TrainedWeights = trained_weights(self.model, peft_config, self.args.trainable)
         if self.args.recomputes:
             self.model.gradient_checkpointing_enable()
+        self._sample_prompts = _prompts(sample_prompts)
+        self.samples: list[tuple[Prompt, str]] = []
         self.state, self.control = TrainerState(), TrainerControl()
         self._given = optimizers
         self._lengths: list[int] | None = None
         self.optimizer: Any = optimizers[0]
         self.lr_scheduler: Any = optimizers[1]
         shows = [] if self.args.disable_tqdm else [ProgressCallback]
-        boards = [TensorBoardCallback] if "tensorboard" in self.args.reports else []
-        self._callbacks = Callbacks([DefaultFlow, *callbacks, LogFile, *boards, *shows])
+        boards = [_REPORTERS[name] for name in self.args.reports]
+        files = [LogFile, SampleFile] if self._sample_prompts else [LogFile]
+        self._callbacks = Callbacks([DefaultFlow, *callbacks, *files, *boards, *shows])
         self._sums, self._place = _Sums(), _Place(0, 0)
         self._norm, self._rate = 0.0, 0.0
         self._tell("on_init_end")
@@ -209,15 +232,50 @@ class Trainer:
 
         An error says, before the first step, what cannot be meant: see `inspect_rows`.
         """
+        rows = self._required_rows()
         with keyed_randomness(self._data_seed, _OF_CHECK):
             return inspect_rows(
-                self._required_rows(),
+                rows,
                 self.model,
                 self.processing_class,
                 eval_rows=next(iter(self._eval_rows.values()), None),
                 collator=self._collator,
                 batch_size=self.args.per_device_train_batch_size,
+                most=None if rows.fixed else _LOOKED_AT,
             )
+
+    def estimate(self) -> MemoryEstimate:
+        """Return how much memory a step takes, from two forwards of one example each: the shortest
+        and the longest of the first thousand. Nothing is trained."""
+        rows, each = self._required_rows(), self._required_rows().per_example
+        lengths = _lengths(rows, _LOOKED_AT)
+        ends = lengths.index(min(lengths)), lengths.index(max(lengths))
+        shortest, longest = (
+            self._fetched(rows, range(one * each, (one + 1) * each), 0, 0) for one in ends
+        )
+        training = self.model.training
+        self.weights.train(True)
+        try:
+            kept = self._kept(shortest, longest)
+            if self.args.recomputes and isinstance(self.model.core, Model):
+                # When gradients pass, what one layer keeps is there once more.
+                self.model.gradient_checkpointing_disable()
+                kept += self._kept(shortest, longest) // len(self.model.core.spec.layers)
+                self.model.gradient_checkpointing_enable()
+        finally:
+            self.weights.train(training)
+        trained = [*self.weights.named().values()]
+        weights = sum(self.model.weight_bytes.values())
+        if self.weights.is_beside:
+            weights += sum(one.nbytes for one in trained)
+        optimiser = None if self._given[0] is not None else self.args.optim
+        size = self.args.per_device_train_batch_size
+        return estimated(weights, trained, optimiser, kept * size)
+
+    def _kept(self, shortest: Batch, longest: Batch) -> int:
+        device = self.model.device
+        with keyed_randomness(self._data_seed, _OF_CHECK, device=device):
+            return kept_bytes(lambda: self._loss(shortest, 1)[0], lambda: self._loss(longest, 1)[0])
 
     def _required_rows(self) -> TrainingRows:
         if self._train_rows is None or not len(self._train_rows):
@@ -247,10 +305,11 @@ class Trainer:
     def _order(self, rows: TrainingRows, epoch: int) -> list[list[int]]:
         """Return the rows of each batch of an epoch; those of one example stay together."""
         args, each = self.args, rows.per_example
-        if args.train_sampling_strategy == "group_by_length" and self._lengths is None:
-            self._lengths = [len(rows[i * each]["input_ids"]) for i in range(len(rows) // each)]
         size, drops = args.per_device_train_batch_size, args.dataloader_drop_last
-        strategy, lengths = args.train_sampling_strategy, self._lengths
+        strategy = args.train_sampling_strategy
+        if strategy == "group_by_length" and self._lengths is None:
+            self._lengths = _lengths(rows, len(rows))
+        lengths = self._lengths
         order = epoch_order(len(rows) // each, self._data_seed, epoch, strategy, lengths, size)
         return [
             [one * each + own for one in batch for own in range(each)]
@@ -287,10 +346,12 @@ class Trainer:
         start = self._checkpoint_of(asked)
         self.check()
         plan = self._plan(rows)
+        self._require_memory()
         self._prepare(plan)
         if start is not None:
             self._go_on_from(start, plan)
         began, first = time.monotonic(), self.state.global_step
+        seen = self.state.num_input_tokens_seen
         self.control.should_training_stop = False
         self._tell("on_train_begin")
         if self.args.eval_on_start and start is None:
@@ -304,10 +365,19 @@ class Trainer:
                     break
         finally:
             self.weights.train(False)
-        metrics = self._last_metrics(time.monotonic() - began, self.state.global_step - first)
+        seconds, state = time.monotonic() - began, self.state
+        tokens = state.num_input_tokens_seen - seen
+        metrics = self._last_metrics(seconds, state.global_step - first, tokens)
         self._load_best()
         self._tell("on_train_end")
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+
+    def _require_memory(self) -> None:
+        """Refuse weights whose gradients and optimizer states can never be held beside them."""
+        optimiser = None if self._given[0] is not None else self.args.optim
+        least = estimated(0, self.weights.named().values(), optimiser, 0)
+        do = "Train a LoRA (peft_config), or fewer weights (trainable)"
+        require_memory(least.more, "training", do, self.model.device)
 
     def _checkpoint_of(self, asked: str | Path | bool | None) -> Path | None:
         """Return the checkpoint to go on from; an error where others would be mixed with it."""
@@ -560,7 +630,7 @@ class Trainer:
         """Tell the first that is this one, or of this class, of no more events; return it."""
         return self._callbacks.remove(callback)
 
-    def _last_metrics(self, seconds: float, steps: int) -> dict[str, float]:
+    def _last_metrics(self, seconds: float, steps: int, tokens: int) -> dict[str, float]:
         whole = self._sums.whole + self._sums.loss
         samples = steps * self.args.per_device_train_batch_size
         samples *= self.args.gradient_accumulation_steps
@@ -570,6 +640,8 @@ class Trainer:
             "train_steps_per_second": steps / max(seconds, 1e-9),
             "train_loss": whole / max(self.state.global_step, 1),
         }
+        if self.args.include_num_input_tokens_seen:
+            metrics["train_tokens_per_second"] = tokens / max(seconds, 1e-9)
         self._log(metrics)
         return metrics
 
@@ -585,8 +657,49 @@ class Trainer:
         self._save_into(folder)
         return folder
 
+    def export(
+        self,
+        target: str | Path,
+        format: GgufFormat | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Path:
+        """Write the whole model with what was trained in its weights, and the tokenizer.
+
+        A name that ends in .gguf makes such a file, of `format` or of the one that the name says,
+        as in "mine.Q4_K_M.gguf" (`everystep.export_gguf`); another makes a folder that transformers
+        loads, of `dtype`, the weights' own type, or float32 where they are stored in codes.
+        """
+        target, adapters = Path(target), self.weights.adapter_names
+        if self.model.module is not None:
+            raise UnsupportedError(
+                "a module is written by its own library",
+                do="Call save_model, and merge adapters with that library",
+            )
+        if target.suffix == ".gguf":
+            if dtype is not None:
+                do = "Leave dtype out, and choose a format"
+                raise RequestError("dtype has no effect in a GGUF file", do=do)
+            tokenizer = self.processing_class
+            if not isinstance(tokenizer, Tokenizer):
+                wanted, got = "a tokenizer of everystep.load", type(tokenizer).__name__
+                raise RequestError("a GGUF file holds a tokenizer", wanted=wanted, got=got)
+            return export_gguf(self.model, tokenizer, target, format, adapters=adapters)
+        if format is not None:
+            do = "Give a name that ends in .gguf"
+            raise RequestError(f"the format {format} is of a GGUF file", got=str(target), do=do)
+        codes = {*self.model.weight_bytes} - {"float64", "float32", "float16", "bfloat16"}
+        if dtype is None and codes:
+            dtype = torch.float32
+        self.model.save_pretrained(target, dtype=dtype, adapters=adapters)
+        self._save_tokenizer(target)
+        return target
+
     def _save_into(self, folder: Path) -> None:
         self.weights.save(folder)
+        self._save_tokenizer(folder)
+
+    def _save_tokenizer(self, folder: Path) -> None:
         save = getattr(self.processing_class, "save_pretrained", None)
         if callable(save):
             save(folder)
@@ -660,7 +773,12 @@ class Trainer:
         for prefix, rows in sets.items():
             metrics.update(self._evaluated(rows, prefix).metrics)
         self._log(metrics)
-        self._tell("on_evaluate", metrics=metrics)
+        told: dict[str, Any] = {"metrics": metrics}
+        if self._sample_prompts:
+            asked = list(self._sample_prompts)
+            texts = self.generate(asked, do_sample=False, max_new_tokens=_SAMPLE_TOKENS)
+            told["samples"] = self.samples = [*zip(asked, texts, strict=True)]
+        self._tell("on_evaluate", **told)
         return metrics
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
@@ -778,3 +896,23 @@ class Trainer:
         if n > 1:
             options = {"do_sample": True, "num_return_sequences": n, **options}
         return generate(model, self.processing_class, prompts, **{**own, **options})
+
+
+def _prompts(given: object) -> tuple[Prompt, ...]:
+    """Return prompts that samples are generated after; RequestError for what is none."""
+    found: list[Prompt] = []
+    for one in given if isinstance(given, list | tuple) else [None]:
+        if isinstance(one, str):
+            found.append(one)
+        elif isinstance(one, list | tuple) and all(isinstance(m, Mapping) for m in one):
+            found.append([*one])
+        else:
+            wanted = "a list of texts, or of conversations"
+            raise RequestError("sample_prompts are no prompts", wanted=wanted, got=shown(given))
+    return tuple(found)
+
+
+def _lengths(rows: TrainingRows, most: int) -> list[int]:
+    """Return the lengths of the first examples, at most so many."""
+    firsts = range(0, len(rows), rows.per_example)[:most]
+    return [length_of(rows[one], f"example {one // rows.per_example}") for one in firsts]

@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -31,6 +31,13 @@ class TrainedWeights(ABC):
     """Tensors that a run trains, with the model that they belong to."""
 
     model: LanguageModel
+    is_beside: ClassVar[bool] = False
+    """Whether they are no part of the model's own weights."""
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The adapters that make the model what was trained."""
+        return ()
 
     @abstractmethod
     def named(self) -> dict[str, Tensor]:
@@ -96,9 +103,15 @@ class OwnWeights(TrainedWeights):
 class AdapterWeights(TrainedWeights):
     """A new adapter of a model of this library, whose own weights stay as they are stored."""
 
+    is_beside = True
+
     def __init__(self, model: LanguageModel, config: AdapterConfig, name: str) -> None:
         self.model, self.name = model, name
         self.adapter: PeftAdapter = model.add_adapter(name, config)
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        return (self.name,)
 
     def named(self) -> dict[str, Tensor]:
         return {name: one for name, one in self.adapter.named_parameters() if one.requires_grad}

@@ -100,9 +100,7 @@ class WeightModule(nn.Module):
 
     def require_whole(self) -> None:
         """Raise RequestError where a weight lies in parts on several processes."""
-        names = [
-            name for name, one in self.named_parameters() if hasattr(one, "full_tensor")
-        ]
+        names = [name for name, one in self.named_parameters() if hasattr(one, "full_tensor")]
         if names:
             raise RequestError(
                 "the weights lie in parts on several processes",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar, cast, final
 
 from torch import Tensor, nn
 
@@ -49,8 +49,8 @@ class WeightModule(nn.Module):
         for part, _ in learning_parts(model):
             owner, _, leaf = part.name.rpartition(".")
             self._places.append((self.get_submodule(owner), leaf))
-        self.register_state_dict_post_hook(_as_stored)
-        self.register_load_state_dict_pre_hook(_as_loaded)
+        self.register_state_dict_post_hook(_as_stored)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_as_loaded)  # type: ignore[no-untyped-call]
 
     def forward(
         self,
@@ -114,19 +114,22 @@ class WeightModule(nn.Module):
 def with_tensors(part: PartT, changed: Mapping[int, Tensor]) -> PartT:
     """Return a model, or a part of one, with other tensors in place of those that have these
     `id`s; itself where it has none of them."""
-    made: Any = part
+    return cast(PartT, _changed(part, changed))
+
+
+def _changed(part: Any, changed: Mapping[int, Tensor]) -> Any:
     if isinstance(part, Tensor):
-        made = changed.get(id(part), part)
-    elif type(part) is tuple:
-        each = tuple(with_tensors(one, changed) for one in part)
-        if any(one is not other for one, other in zip(each, part, strict=True)):
-            made = each
-    elif is_dataclass(part) and not isinstance(part, type):
-        own = {one.name: getattr(part, one.name) for one in fields(part) if one.init}
-        found = {name: with_tensors(one, changed) for name, one in own.items()}
-        other = {name: one for name, one in found.items() if one is not own[name]}
-        made = replace(part, **other) if other else part
-    return made  # type: ignore[no-any-return]
+        return changed.get(id(part), part)
+    if type(part) is tuple:
+        each = tuple(_changed(one, changed) for one in part)
+        same = all(one is other for one, other in zip(each, part, strict=True))
+        return part if same else each
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    own = {one.name: getattr(part, one.name) for one in fields(part) if one.init}
+    found = {name: _changed(one, changed) for name, one in own.items()}
+    other = {name: one for name, one in found.items() if one is not own[name]}
+    return replace(part, **other) if other else part
 
 
 def _fill(module: nn.Module, tree: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from everystep.models import Model, WeightModule
 from everystep.testing.models import tiny_document, tiny_llama, tiny_vision
 from tests.api import processes
 from tests.executors.models import narrow_model
-from tests.models.tiny import ids, ours, reference_decoder
+from tests.models.tiny import ours, reference_decoder
 
 READ = torch.tensor([[5, 9, 17, 8, 44], [3, 6, 7, 22, 80]])
 PROMPT = [*range(4, 44)]
@@ -181,7 +181,7 @@ def test_what_it_cannot_be_is_refused() -> None:
     module = model.as_module()
     with pytest.raises(RequestError, match="not an adapter's"):
         module(READ, labels=READ, adapter_names="policy")
-    with pytest.raises(RequestError, match="belong to a torch.nn.Module"):
+    with pytest.raises(RequestError, match=r"belong to a torch\.nn\.Module"):
         model.to(torch.float32)
     quantised = LanguageModel(narrow_model("llama", "int8"))
     with pytest.raises(UnsupportedError, match="cannot learn"):

@@ -49,9 +49,10 @@ class Score:
     """The likelihood of a text to a model, token by token.
 
     `tokens`: (n,) the ids that were scored. `logprobs`: (n,) float32, the natural logarithm of each
-    one's probability after all that stands before it, differentiable where that was asked for. `top_tokens`, `top_logprobs`: (n, k) the k
-    best of each place, best first. `nbytes`: the length of the text in UTF-8, None for ids.
-    `tokenizer`: what the table spells ids with, if there is one.
+    one's probability after all that stands before it, differentiable where that was asked for.
+    `top_tokens`, `top_logprobs`: (n, k) the k best of each place, best first. `nbytes`: the length
+    of the text in UTF-8, None for ids. `tokenizer`: what the table spells ids with, if there is
+    one.
     """
 
     tokens: Tensor

@@ -16,7 +16,7 @@ from everystep.config import ChatDefaults
 from everystep.drivers.driver import Driver, Mailbox, reopen_after_fork
 from everystep.drivers.session import Session
 from everystep.engine import Beginning, Engine, Known, Turns
-from everystep.engine.choices import StepRecord
+from everystep.engine.watching import StepRecord
 from everystep.errors import RequestError, shown
 from everystep.nn.modes import inference_mode
 from everystep.requests.arrays import as_numbers

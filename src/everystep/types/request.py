@@ -33,6 +33,9 @@ from everystep.types.scores import Scores
 from everystep.types.table import TokenTable
 from everystep.types.work import Past
 
+Watcher = Callable[[Any], None]
+"""A function that is told of every step of a request; see `engine/watching.py`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Wants:
@@ -71,7 +74,8 @@ class Request:
     `adapters`: (name, weight) pairs of the adapters that all its feeds ask for. `hooks` see every
     step and may add to it. `salt`: only requests of equal salt share what their prompts begin with.
     `deadline`: a moment of the engine's clock from which on it takes no further step, whether it
-    waits or runs; None for no such moment.
+    waits or runs; None for no such moment. `watcher`: gets every step of the request; nothing that
+    is computed depends on it.
     `linger` keeps finished sequences in the batch, fed with `pad_token`, until all are done; with
     `keeps` their group stays even then, and keeps their rows until it is cancelled or replaced. The
     pad prefix is made of `prefix_token`, or of `pad_token` where that is None. `shift`: visible
@@ -101,6 +105,7 @@ class Request:
     salt: str | None = None
     hooks: tuple[Hook, ...] = ()
     deadline: float | None = None
+    watcher: Watcher | None = None
     shift: int = field(init=False)
     prompt_visible: int = field(init=False)
 

@@ -1,0 +1,365 @@
+"""From the steps of a watched request to the lines of its record.
+
+All numbers are those that were there: logits as the model gave them, scores as every stage left
+them. Nothing is computed a second time but summaries: totals, entropies, ranks, and the part of the
+draw that leads to the chosen token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.draws import SeededDraws
+from everystep.engine.watching import StepRecord, WatchedStep
+from everystep.processors.base import UserProcessor
+from everystep.records import Line, RecordWriter, exact, spelled
+from everystep.stops.ends import EosToken
+from everystep.strategies import Sample
+from everystep.types import Event, Request
+from everystep.types.protocols import Processor
+
+BEST = 10
+"""Candidates of a choice that are recorded before and after every stage, at least."""
+_MOST_BEST = 66
+Spell = Callable[[int], bytes]
+
+
+@dataclass(slots=True, eq=False)
+class RunRecorder:
+    """A watcher that writes the steps of a request, and of the runs that fork off from it.
+
+    `about`: what is said of the run before its first step. `spell`: the bytes of an id, None where
+    nothing spells. `known`: ids that the file spells already.
+    """
+
+    writer: RecordWriter
+    digests: tuple[str, str]
+    about: Mapping[str, object]
+    spell: Spell | None
+    known: set[int]
+    _names: dict[str, str] = field(default_factory=dict)
+    _last: dict[str, int] = field(default_factory=dict)
+    _lengths: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def __call__(self, step: WatchedStep) -> None:
+        """Write a step, what became final in it, and what ended."""
+        request = step.request.request_id
+        if step.number <= self._last.get(request, 0):
+            return  # told again after an interrupt
+        lines = [*self._begun(request)]
+        name = self._names[request]
+        made = self._step(name, step)
+        lines += [*self._spelling(made), made] if made else []
+        lines += self._tokens(name, step.events)
+        self.writer.write(lines)
+        self._last[request] = step.number
+        if any(event.finish is not None for event in step.events):
+            self.writer.flush()
+
+    def edited(self, request: str, at: int, tokens: list[int], given: list[int]) -> None:
+        """Write that other ids stand after the prompt from now on; the first `at` are as before."""
+        lines = [*self._begun(request)]
+        at = min(at, self._lengths.get((request, 0), 0))
+        own = tokens[at:]
+        kind = {"type": "edit", "run": self._names[request], "at": at}
+        self.writer.write([*lines, *self._texts(own), {**kind, "ids": own, "given": given}])
+        self._lengths[request, 0] = len(tokens)
+
+    def forked(self, parent: str, request: str) -> None:
+        """Write that a run goes on from another one."""
+        lines = [*self._begun(parent)]
+        name = self._names[request] = self.writer.begin(*self.digests)
+        fork = {"type": "fork", "run": name, "parent": self._names[parent]}
+        self.writer.write([*lines, fork])
+        for (owner, index), length in list(self._lengths.items()):
+            if owner == parent:
+                self._lengths[request, index] = length
+
+    def _begun(self, request: str) -> Iterator[Line]:
+        """Yield the first lines of a run that has none yet."""
+        if request not in self._names:
+            name = self._names[request] = self.writer.begin(*self.digests)
+            prompt = self.about["prompt"]
+            yield from self._texts(prompt if isinstance(prompt, list) else [])
+            yield {"type": "run", "run": name, **self.about}
+
+    # --- texts ------------------------------------------------------------------------------------
+
+    def _texts(self, ids: list[int]) -> Iterator[Line]:
+        """Yield the spelling of ids that were not spelled yet."""
+        fresh = [id for id in dict.fromkeys(ids) if id not in self.known]
+        if self.spell is None or not fresh:
+            return
+        self.known.update(fresh)
+        for first in range(0, len(fresh), 4096):
+            own = fresh[first : first + 4096]
+            yield {"type": "spelling", "texts": {str(id): spelled(self.spell(id)) for id in own}}
+
+    def _spelling(self, made: dict[str, object]) -> Iterator[Line]:
+        """Yield the spelling of the candidates, children and drafts of a step."""
+        found: list[int] = []
+        for row in made.get("rows", ()):  # type: ignore[attr-defined]
+            found += row["ids"]
+        for child in made.get("children", ()):  # type: ignore[attr-defined]
+            found += child[2]
+        for draft in made.get("drafts", ()):  # type: ignore[attr-defined]
+            found += draft[1]
+        return self._texts(found)
+
+    def _tokens(self, name: str, events: tuple[Event, ...]) -> Iterator[Line]:
+        """Yield what became final, sequence by sequence, and what ended."""
+        for index in dict.fromkeys(event.index for event in events):
+            own = [event for event in events if event.index == index]
+            ids = [event.token for event in own if event.token >= 0]
+            request = own[0].request_id
+            if ids:
+                yield from self._texts(ids)
+                at = own[0].position
+                yield {"type": "tokens", "run": name, "index": index, "at": at, "ids": ids}
+                self._lengths[request, index] = at + len(ids)
+            for event in own:
+                if (end := event.finish) is not None:
+                    length = self._lengths.get((request, index), 0)
+                    said = {"kind": end.kind, "matched": _plain(end.matched), "length": length}
+                    yield {"type": "end", "run": name, "index": index, **said}
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def _step(self, name: str, step: WatchedStep) -> dict[str, object]:
+        """Return the line of a step; empty where nothing was fed or chosen."""
+        if step.record is None and not step.fed:
+            return {}
+        line: dict[str, object] = {"type": "step", "run": name, "step": step.number}
+        if step.record is not None:
+            chosen = _Chosen.of(step.record, step.place)
+            line["rows"] = [row for row in map(chosen.row, range(len(chosen.rows))) if row]
+            line["children"] = chosen.children()
+            if drafts := chosen.drafts():
+                line["drafts"] = drafts
+        line["fed"] = [list(one) for one in step.fed]
+        line["seconds"] = {phase: round(one, 7) for phase, one in step.seconds.items()}
+        line["beside"] = step.beside
+        return line
+
+
+class _Row(NamedTuple):
+    """A row that led to tokens: its number, its sequence, and how many drafted ids it follows."""
+
+    number: int
+    sequence: int
+    place: int
+
+
+@dataclass(slots=True, eq=False)
+class _Chosen:
+    """The rows of one request in the record of a step, as numbers on the host.
+
+    `before`, `after`: (R, V) logits, and the scores that were chosen from. `born`: of each sequence
+    its children, as indices. `numbers`: (R,) what was drawn, None without a draw that can be told.
+    """
+
+    record: StepRecord
+    request: Request
+    rows: list[_Row]
+    born: dict[int, list[int]]
+    before: Tensor
+    after: Tensor
+    numbers: list[float] | None
+
+    @classmethod
+    def of(cls, record: StepRecord, place: int) -> _Chosen:
+        """Take the rows of the group at this place."""
+        scored, children, layout = record.scored, record.children, record.scored.layout
+        request = scored.groups[place].request
+        members = [s for s, g in enumerate(layout.group_of) if g == place]
+        born: dict[int, list[int]] = {s: [] for s in members}
+        for child, parent in enumerate(children.parent.tolist()):
+            if parent in born:
+                born[parent].append(child)
+        rows = []
+        for s in members:
+            if layout.sequences[s].finish is None:
+                most = max([1, *children.counts[born[s]].tolist()])
+                rows += [_Row(layout.first[s] + i, s, i) for i in range(most)]
+        at = torch.tensor([row.number for row in rows], dtype=torch.int64)
+        at = at.to(scored.logits.device)
+        numbers = None
+        drawn = isinstance(request.strategy, Sample) and isinstance(request.draws, SeededDraws)
+        if rows and drawn and scored.offered is scored.scores:
+            every = request.draws.uniform("choice", scored.batch.places())[:, 0]
+            numbers = [float(every[row.number]) for row in rows]
+        before = scored.logits[at].cpu()
+        after = scored.offered.select(at).whole().values.float().cpu()
+        return cls(record, request, rows, born, before, after, numbers)
+
+    def row(self, r: int) -> dict[str, object]:
+        """Return what is recorded of a row."""
+        at, before, after = self.rows[r], self.before[r], self.after[r]
+        sequence = self.record.scored.layout.sequences[at.sequence]
+        stages = self._stages(r)
+        best = min(max(BEST, 2 * self.request.strategy.width + 2), _MOST_BEST, len(before))
+        ids = self._candidates(at, [before, *(values for _, values in stages)], best)
+        chosen = self._tokens(at)[:1]
+        places = torch.tensor(ids, dtype=torch.int64)
+        found: dict[str, object] = {
+            "of": sequence.index,
+            "at": sequence.visible - self.request.prompt_visible - sequence.provisional + at.place,
+            "ids": ids,
+            "logits": [*map(exact, before[places].tolist())],
+            "stages": [*_told(before, stages, places)],
+            "totals": [exact(_total(before)), exact(_total(after))],
+            "entropies": [exact(_entropy(before)), exact(_entropy(after))],
+        }
+        if sequence.score:
+            found["score"] = exact(sequence.score)
+        for token in chosen:
+            found["chosen"] = token
+            found["origin"] = self._origin(at, after)
+            found["ranks"] = [_rank(before, token), _rank(after, token)]
+            found["surprise"] = exact(_total(before) - float(before[token]))
+            if self.numbers is not None:
+                found["draw"] = [self.numbers[r], *_part(after, token)]
+        if ends := self._ends():
+            found["ends"] = [
+                [id, exact(float(before[id])), exact(float(after[id])), _rank(after, id)]
+                for id in ends
+                if id < len(before)
+            ]
+        return found
+
+    def _tokens(self, at: _Row) -> list[int]:
+        """Return the first token of each child that goes on from a row, or the one drafted there."""
+        children = self.record.children
+        return [
+            int(children.tokens[child, at.place])
+            for child in self.born[at.sequence]
+            if children.counts[child] > at.place
+        ]
+
+    def _stages(self, r: int) -> list[tuple[str, Tensor]]:
+        """Return the name and the scores (V,) after each stage of a row."""
+        scored, at, request = self.record.scored, self.rows[r], self.request
+        sequence = scored.layout.sequences[at.sequence]
+        noted = [] if scored.stages is None else scored.stages.of(
+            sequence, sequence.visible + at.place
+        )  # fmt: skip
+        names = iter(request.processors)
+        found = [
+            (name_of(next(names)) if name is None else name, values.float().cpu())
+            for name, values in noted
+        ]
+        last = found[-1][1] if found else self.before[r]
+        left = scored.scores.select(torch.tensor([at.number])).whole().values[0].float().cpu()
+        if not torch.equal(last, left):
+            found.append(("hooks" if request.hooks else "unknown", left))
+        if scored.offered is not scored.scores and not torch.equal(left, self.after[r]):
+            found.append(("drafts", self.after[r]))
+        return found
+
+    def _candidates(self, at: _Row, stages: list[Tensor], best: int) -> list[int]:
+        """Return the best ids before and after every stage, those of the children, and the ends."""
+        found: dict[int, None] = {}
+        for values in reversed(stages):
+            top, ids = torch.topk(values, best)
+            found |= dict.fromkeys(ids[top > -torch.inf].tolist())
+        found |= dict.fromkeys(self._tokens(at))
+        return list(found)
+
+    def _origin(self, at: _Row, after: Tensor) -> str:
+        """Return how the token of a row came about."""
+        if int((after > -torch.inf).sum()) == 1:
+            return "forced"
+        drafts = self.record.scored.layout.drafts[at.sequence]
+        agreed = at.place < len(drafts) and self._tokens(at)[:1] == [int(drafts[at.place])]
+        return "drafted" if agreed else "chosen"
+
+    def _ends(self) -> list[int]:
+        """Return the ids that end a text of the request."""
+        stops = [one for one in self.request.stops if isinstance(one, EosToken)]
+        return [*dict.fromkeys(id for one in stops for id in one.ids)]
+
+    def children(self) -> list[list[object]]:
+        """Return every hypothesis that came out of the step."""
+        children, sequences = self.record.children, self.record.scored.layout.sequences
+        index = children.index
+        return [
+            [
+                sequences[parent].index,
+                sequences[parent].index if index is None else int(index[child]),
+                children.tokens[child, : children.counts[child]].tolist(),
+                exact(float(children.score[child])),
+                None if (end := children.finish[child]) is None else end.kind,
+            ]
+            for parent, own in self.born.items()
+            for child in own
+            if sequences[parent].finish is None
+        ]
+
+    def drafts(self) -> list[list[object]]:
+        """Return what was drafted after each sequence, and how many of these ids were right."""
+        children, layout = self.record.children, self.record.scored.layout
+        found: list[list[object]] = []
+        for s, own in self.born.items():
+            draft = layout.drafts[s]
+            if not len(draft):
+                continue
+            tokens = [children.tokens[c, : children.counts[c]] for c in own]
+            right = max((_agreed(draft, one) for one in tokens), default=0)
+            found.append([layout.sequences[s].index, draft.tolist(), right])
+        return found
+
+
+def name_of(processor: Processor) -> str:
+    """Return the name of a processor: that of its class, or of the caller's function."""
+    inner = processor.call if isinstance(processor, UserProcessor) else processor
+    return str(getattr(inner, "__name__", type(inner).__name__))
+
+
+def _told(before: Tensor, stages: list[tuple[str, Tensor]], places: Tensor) -> Iterator[Line]:
+    """Yield the stages of a row with the values of its candidates."""
+    for name, after in stages:
+        removed = int(((after == -torch.inf) & (before != -torch.inf)).sum())
+        yield {"name": name, "removed": removed, "values": [*map(exact, after[places].tolist())]}
+        before = after
+
+
+def _total(scores: Tensor) -> float:
+    return float(torch.logsumexp(scores.double(), dim=-1))
+
+
+def _entropy(scores: Tensor) -> float:
+    """Return the entropy in nats of softmax(scores)."""
+    logs = torch.log_softmax(scores.double(), dim=-1)
+    return float(-(logs.exp() * logs.clamp(min=-1e30)).sum())
+
+
+def _rank(scores: Tensor, token: int) -> int:
+    """Return how many tokens have a higher score."""
+    return int((scores > scores[token]).sum())
+
+
+def _part(scores: Tensor, token: int) -> tuple[float, float]:
+    """Return the part of (0, 1) that leads to a token, where shares stand in the order of ids."""
+    share = torch.softmax(scores.double(), dim=-1)
+    below = float(share[:token].sum())
+    return below, below + float(share[token])
+
+
+def _agreed(draft: np.ndarray, tokens: np.ndarray) -> int:
+    """Count the first ids of a draft that were chosen."""
+    shorter = min(len(draft), len(tokens))
+    wrong = np.flatnonzero(draft[:shorter] != tokens[:shorter])
+    return int(wrong[0]) if len(wrong) else shorter
+
+
+def _plain(value: object) -> object:
+    """Return what ended a text as JSON: a token, a string, the kind and text of an error."""
+    if value is None or isinstance(value, int | str):
+        return value
+    return f"{type(value).__name__}: {value}"[:500]

@@ -7,26 +7,32 @@ draw that leads to the chosen token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.config import Effective
 from everystep.draws import SeededDraws
 from everystep.engine.watching import StepRecord, WatchedStep
+from everystep.errors import NOBODYS, EverystepError
 from everystep.processors.base import UserProcessor
 from everystep.records import Line, RecordWriter, exact, spelled
 from everystep.stops.ends import EosToken
 from everystep.strategies import Sample
+from everystep.text import Spelling
 from everystep.types import Event, Request
 from everystep.types.protocols import Processor
 
 BEST = 10
 """Candidates of a choice that are recorded before and after every stage, at least."""
 _MOST_BEST = 66
+_MOST_PROMPT = 100_000
+"""Ids of a prompt that are recorded: the last so many."""
 Spell = Callable[[int], bytes]
 
 
@@ -35,23 +41,45 @@ class RunRecorder:
     """A watcher that writes the steps of a request, and of the runs that fork off from it.
 
     `about`: what is said of the run before its first step. `spell`: the bytes of an id, None where
-    nothing spells. `known`: ids that the file spells already.
+    nothing spells.
     """
 
     writer: RecordWriter
     digests: tuple[str, str]
     about: Mapping[str, object]
     spell: Spell | None
-    known: set[int]
     _names: dict[str, str] = field(default_factory=dict)
     _last: dict[str, int] = field(default_factory=dict)
     _lengths: dict[tuple[str, int], int] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls,
+        writer: RecordWriter,
+        fields: Effective,
+        tokenizer: Any,
+        tokenizer_digest: str,
+        model_digest: str,
+        request: Request,
+    ) -> RunRecorder:
+        """Return the recorder of a request; `fields`: the configuration in force."""
+        about = {**_about(request), "configuration": _configuration(fields)}
+        spell = None if tokenizer is None else _speller(tokenizer)
+        return cls(writer, (model_digest, tokenizer_digest), about, spell)
+
     def __call__(self, step: WatchedStep) -> None:
-        """Write a step, what became final in it, and what ended."""
-        request = step.request.request_id
-        if step.number <= self._last.get(request, 0):
+        """Write a step, what became final in it, and what ended; an error ends the record alone."""
+        if step.number <= self._last.get(step.request.request_id, 0):
             return  # told again after an interrupt
+        try:
+            self._write(step)
+        except NOBODYS:
+            raise
+        except Exception as error:
+            self.writer.stop(error)
+
+    def _write(self, step: WatchedStep) -> None:
+        request = step.request.request_id
         lines = [*self._begun(request)]
         name = self._names[request]
         made = self._step(name, step)
@@ -93,10 +121,10 @@ class RunRecorder:
 
     def _texts(self, ids: list[int]) -> Iterator[Line]:
         """Yield the spelling of ids that were not spelled yet."""
-        fresh = [id for id in dict.fromkeys(ids) if id not in self.known]
+        fresh = [id for id in dict.fromkeys(ids) if id not in self.writer.known]
         if self.spell is None or not fresh:
             return
-        self.known.update(fresh)
+        self.writer.known.update(fresh)
         for first in range(0, len(fresh), 4096):
             own = fresh[first : first + 4096]
             yield {"type": "spelling", "texts": {str(id): spelled(self.spell(id)) for id in own}}
@@ -313,6 +341,54 @@ class _Chosen:
             right = max((_agreed(draft, one) for one in tokens), default=0)
             found.append([layout.sequences[s].index, draft.tolist(), right])
         return found
+
+
+def _about(request: Request) -> dict[str, object]:
+    """Return what is decided of a request before its first step, as JSON."""
+    prompt, draws = request.visible_prompt(), request.draws
+    drafter, readout = request.drafter, request.readout
+    return {
+        "prompt": prompt[-_MOST_PROMPT:].tolist(),
+        "left_out": max(0, len(prompt) - _MOST_PROMPT),
+        "first_position": max(0, len(prompt) - _MOST_PROMPT) - request.shift,
+        "positions": request.prompt.length,
+        "cached": request.prompt.start,
+        "strategy": _said(request.strategy),
+        "width": request.strategy.width,
+        "returns": request.strategy.returns,
+        "seed": draws.seed if isinstance(draws, SeededDraws) else None,
+        "readout": None if readout is None else type(readout).__name__,
+        "processors": [[name_of(one), _said(one)] for one in request.processors],
+        "stops": [_said(one) for one in request.stops],
+        "drafter": None if drafter is None else type(drafter).__name__,
+        "hooks": [type(hook).__name__ for hook in request.hooks],
+        "adapters": [[name, weight] for name, weight in request.adapters],
+    }
+
+
+def _said(value: object) -> str:
+    """Return what a value of the library says of itself; of a caller's, its class alone."""
+    own = type(value).__module__.startswith("everystep.") and not isinstance(value, UserProcessor)
+    return repr(value)[:400] if own else type(value).__name__
+
+
+def _configuration(fields: Effective) -> dict[str, object]:
+    """Return every value of the configuration that is not a default, and its source."""
+    found = {}
+    for name, value in fields.items():
+        if (source := fields.source(name)) != "default":
+            simple = value is None or isinstance(value, bool | int | str)
+            number = isinstance(value, float) and math.isfinite(value)
+            found[name] = [value if simple or number else repr(value)[:400], source]
+    return found
+
+
+def _speller(tokenizer: Any) -> Spell:
+    """Return what gives the bytes of an id."""
+    try:
+        return Spelling.of(tokenizer)
+    except EverystepError:
+        return lambda id: str(tokenizer.decode([id])).encode(errors="backslashreplace")
 
 
 def name_of(processor: Processor) -> str:

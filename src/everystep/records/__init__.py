@@ -15,3 +15,4 @@ from everystep.records.reader import RecordedRun as RecordedRun
 from everystep.records.reader import RecordedStep as RecordedStep
 from everystep.records.reader import read_record as read_record
 from everystep.records.writer import RecordWriter as RecordWriter
+from everystep.records.writer import record_writer as record_writer

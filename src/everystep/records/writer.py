@@ -7,6 +7,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 
@@ -26,12 +27,13 @@ class RecordWriter:
     The file is made, or emptied, with the first line. It is closed between two writes, so that
     nothing is left open whatever becomes of a run. Compressed lines wait until there are 64 kB of
     them or a run ends; each block can be read by itself. Where the file cannot be written, a
-    warning says so once, and the record stops: the generation goes on.
+    warning says so once, and the record stops: the generation goes on. `known`: ids that it spells.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = as_path(path)
         require_writable(self.path)
+        self.known: set[int] = set()
         self._lock = threading.RLock()
         self._runs = 0
         self._bytes = 0
@@ -73,19 +75,31 @@ class RecordWriter:
             try:
                 _append_waiting(self.path, self._waiting)
             except OSError as error:
-                self._stop(error)
+                self.stop(error)
 
     def _write_new(self) -> None:
         try:
             self.path.write_bytes(b"")
         except OSError as error:
-            self._stop(error)
+            self.stop(error)
 
-    def _stop(self, error: OSError) -> None:
-        self._stopped = True
-        self._waiting.clear()
-        text = f"the record {self.path} stops here, as it cannot be written: {error.strerror}"
-        warnings.warn(text, stacklevel=2)
+    def stop(self, error: Exception) -> None:
+        """Write nothing more, and say why."""
+        with self._lock:
+            if not self._stopped:
+                self._stopped = True
+                self._waiting.clear()
+                what = f"the record {self.path} stops here, as it cannot be written: {error}"
+                with suppress(UserWarning):  # where warnings are errors, the step goes on too
+                    warnings.warn(what, stacklevel=2)
+
+
+def record_writer(file: object) -> RecordWriter:
+    """Return the writer of a file, made with its first line; a writer itself as it is.
+
+    RequestError for what is no path, and errors where no file can be written there.
+    """
+    return file if isinstance(file, RecordWriter) else RecordWriter(file)  # type: ignore[arg-type]
 
 
 def _append_waiting(path: Path, waiting: list[bytes]) -> None:

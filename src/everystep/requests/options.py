@@ -16,6 +16,7 @@ from everystep.executors.base import Executor
 from everystep.models import Model
 from everystep.processors.allowed import AllowedSequences
 from everystep.processors.grammars.mask import GrammarMask
+from everystep.records import RecordWriter
 from everystep.strategies import BestOf
 from everystep.types import Past, Prompt
 from everystep.types.draw_places import Draws
@@ -183,6 +184,7 @@ class Options:
     active. `deadline`: the moment from which on it takes no step. `starts_answer`: whether a chat
     template begins the answer to the messages; `trims`: whether texts lose the stop string that
     ended them. `negative_prompt`: what guidance leads away from, as a call about prompts passed it.
+    `record`: the file that steps are written to.
     """
 
     effective: Effective
@@ -200,6 +202,7 @@ class Options:
     starts_answer: bool = True
     trims: bool = False
     negative_prompt: object = None
+    record: RecordWriter | None = None
 
 
 def draws_of(seed: object, first: int, rows: int) -> tuple[Draws, ...]:

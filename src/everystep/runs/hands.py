@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _BUDGET = 1024
 _READ_ONCE = (
     *("add_generation_prompt", "trim_stop_strings", "return_dict_in_generate"),
-    *("negative_prompt", "prefix", "cache_salt", "adapter_names", "adapters", "hooks"),
+    *("record", "negative_prompt", "prefix", "cache_salt", "adapter_names", "adapters", "hooks"),
 )
 
 
@@ -115,6 +115,7 @@ class Rules:
             second=self.second,
             linger=keeps,
             keeps=keeps,
+            watcher=self.first.watcher,
         )
 
     def require_room(self, model: Subject, length: int) -> None:

@@ -237,7 +237,7 @@ class _Chosen:
         places = torch.tensor(ids, dtype=torch.int64)
         found: dict[str, object] = {
             "of": sequence.index,
-            "at": sequence.visible - self.request.prompt_visible - sequence.provisional + at.place,
+            "at": sequence.visible - self.request.prompt_visible + at.place,
             "ids": ids,
             "logits": [*map(exact, before[places].tolist())],
             "stages": [*_told(before, stages, places)],

@@ -29,7 +29,7 @@ from tests.structure.private import private_uses
 ORDER: tuple[tuple[str, ...], ...] = (
     ("_version", "types", "errors", "memory", "processor"),
     ("config", "nn", "draws", "text", "images", "sounds", "files", "outputs"),
-    ("cache", "processors", "stops", "shown"),
+    ("cache", "processors", "stops", "shown", "records"),
     ("models", "adapters", "executors"),
     ("strategies",),
     ("engine", "bridge", "streamers"),

@@ -17,7 +17,7 @@ from everystep.records import (
     RecordWriter,
     read_record,
 )
-from everystep.strategies import Beam, Greedy, Sample
+from everystep.strategies import Beam, Greedy
 from everystep.testing.hash_function import HashFunction
 from everystep.types import Request
 from tests.judges.dice import EMBED_DIM
@@ -52,9 +52,7 @@ def check(mix: Mix, file: Path, textbook: Check | None = None) -> dict[str, int]
     return seen
 
 
-def _check_run(
-    request: Request, run: RecordedRun, seen: dict[str, int], textbook: Check
-) -> None:
+def _check_run(request: Request, run: RecordedRun, seen: dict[str, int], textbook: Check) -> None:
     lines: dict[int, list[int]] = {index: [] for index in range(request.strategy.width)}
     for step in run.steps:
         for row in step.rows:

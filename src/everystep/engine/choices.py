@@ -7,7 +7,7 @@ that error, and the others choose without it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,7 +27,6 @@ from everystep.errors import NOBODYS
 from everystep.strategies.single import Picked
 from everystep.types import (
     Answer,
-    Children,
     Event,
     FinishReason,
     Group,

@@ -412,7 +412,7 @@ class Engine:
     def _watchers_told(
         self, found: list[Change], step: Choices | None, watch: Watch | None
     ) -> deque[WatchedStep]:
-        """What watchers are to be told, with what they were not told yet."""
+        """All that watchers are to be told, with what they were not told yet."""
         if watch is None and all(change.group.request.watcher is None for change in found):
             return self._told
         self._watched_steps += 1

@@ -262,7 +262,7 @@ class _Chosen:
         return found
 
     def _tokens(self, at: _Row) -> list[int]:
-        """Return the first token of each child that goes on from a row, or the one drafted there."""
+        """Return the token at this place of each child of the row's sequence."""
         children = self.record.children
         return [
             int(children.tokens[child, at.place])

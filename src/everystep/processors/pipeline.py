@@ -170,9 +170,7 @@ class _Canvas:
             return
         scores, chosen = self.settled(), np.array(indices)
         at = torch.from_numpy(chosen).to(scores.values.device)
-        part = _Canvas(
-            self.rows.select(chosen), scores.select(at), owned=True, stages=self.stages
-        )
+        part = _Canvas(self.rows.select(chosen), scores.select(at), owned=True, stages=self.stages)
         part.run_all(processors)
         self._put(at, part.settled())
 

@@ -31,7 +31,7 @@ Line = Mapping[str, object]
 
 
 def exact(value: float) -> float | str | None:
-    """Return a JSON number that float32 reads as this one; None for -inf, a name for inf and nan."""
+    """Return a number that float32 reads as this one; None for -inf, a name for inf and nan."""
     if value == -float("inf"):
         return None
     if value != value or value == float("inf"):

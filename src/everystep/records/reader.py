@@ -199,8 +199,17 @@ class Record:
 
 
 def read_record(path: str | PathLike[str]) -> Record:
-    """Return what a record holds; FormatError for a file that is none, or holds what no writer
-    writes."""
+    """Return what a record holds that `record=FILE` wrote, as far as the file is whole.
+
+    FormatError for a file that is no record, or that holds what no writer writes.
+
+    Example:
+
+        >>> text = es.generate(model, tokenizer, "Once", max_new_tokens=4, record=folder / "a")
+        >>> (run,) = es.read_record(folder / "a").runs.values()
+        >>> len(run.steps)
+        4
+    """
     file = as_path(path)
     record: Record | None = None
     for number, data, whole in _lines(file):

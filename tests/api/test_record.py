@@ -27,7 +27,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3, "num_return_sequences": 2},
     "diverse": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
     "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
-    "drafted": {"prompt_lookup_num_tokens": 3, "no_repeat_ngram_size": 4},
+    "drafted": {"prompt_lookup_num_tokens": 3, "num_assistant_tokens_schedule": "constant"},
     "chosen": {"choices": ["yes", "no"]},
     "guided": {"guidance_scale": 2.0, "negative_prompt": "no"},
     "best_of": {**SAMPLED, "best_of": 3},

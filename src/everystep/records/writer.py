@@ -40,7 +40,7 @@ class RecordWriter:
         self._stopped = False
         self._waiting: list[bytes] = []
         self._compressed = self.path.suffix == ".gz"
-        weakref.finalize(self, _append_waiting, self.path, self._waiting)
+        weakref.finalize(self, _append_left, self.path, self._waiting)
 
     def __repr__(self) -> str:
         return f"RecordWriter({str(self.path)!r})"
@@ -100,6 +100,12 @@ def record_writer(file: object) -> RecordWriter:
     RequestError for what is no path, and errors where no file can be written there.
     """
     return file if isinstance(file, RecordWriter) else RecordWriter(file)  # type: ignore[arg-type]
+
+
+def _append_left(path: Path, waiting: list[bytes]) -> None:
+    """Append what still waits when nobody writes any more, if that can be."""
+    with suppress(OSError):
+        _append_waiting(path, waiting)
 
 
 def _append_waiting(path: Path, waiting: list[bytes]) -> None:

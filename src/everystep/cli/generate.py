@@ -15,7 +15,7 @@ from everystep.cli.adapters import AdapterOption, asked_adapters, with_adapters
 from everystep.cli.loading import load
 from everystep.cli.page_questions import Lines, Page, Reasoning, asked_page
 from everystep.cli.questions import CommandPrompt
-from everystep.cli.runs import Resume, Save, Trace, WatchedRun, refuse_prompt, resumed
+from everystep.cli.runs import Record, Resume, Save, Trace, WatchedRun, refuse_prompt, resumed
 from everystep.cli.shown_answers import (
     about_answers,
     chosen_form,
@@ -58,6 +58,7 @@ def generate(
     save: Save = None,
     resume: Resume = None,
     trace: Trace = None,
+    record: Record = None,
     model: o.Model = DEFAULT_MODEL,
     dtype: o.DtypeOption = None,
     quantize: o.Quantize = None,
@@ -83,7 +84,7 @@ def generate(
         prompts = {"PROMPT": prompt, "--file": file, "--page": page}
         refuse_prompt({**prompts, "--system": system, "--chat": as_message, "--image": images})
     kept = save or resume
-    for written in (kept, trace):
+    for written in (kept, trace, record):
         # A run that is not there is an error of its own.
         if written is not None and (written != resume or resume.exists()):
             require_writable(written)
@@ -98,6 +99,7 @@ def generate(
     decoding |= o.forced_words(said["force_words"], tokenizer)
     mix = with_adapters(loaded, adapters)
     drafting = _drafting(decoding.pop("assistant_model", None), how)
+    drafting |= {} if record is None else {"record": record}
     ready = time.perf_counter()
     in_hands = any(one is not None for one in (save, resume, trace))
     begin: Any = es.open if in_hands else es.stream

@@ -133,7 +133,7 @@ class RunRecorder:
         """Yield the spelling of the candidates, children and drafts of a step."""
         found: list[int] = []
         for row in made.get("rows", ()):  # type: ignore[attr-defined]
-            found += row["ids"]
+            found += [*row["ids"], *(end[0] for end in row.get("ends", ()))]
         for child in made.get("children", ()):  # type: ignore[attr-defined]
             found += child[2]
         for draft in made.get("drafts", ()):  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from everystep.cli.adapters import AdapterOption, asked_adapters, with_adapters
 from everystep.cli.loading import load
 from everystep.cli.page_questions import Lines, Page, Reasoning, asked_page
 from everystep.cli.questions import CommandPrompt
-from everystep.cli.runs import Record, Resume, Save, Trace, WatchedRun, refuse_prompt, resumed
+from everystep.cli.runs import Resume, Save, Trace, WatchedRun, refuse_prompt, resumed
 from everystep.cli.shown_answers import (
     about_answers,
     chosen_form,
@@ -58,7 +58,6 @@ def generate(
     save: Save = None,
     resume: Resume = None,
     trace: Trace = None,
-    record: Record = None,
     model: o.Model = DEFAULT_MODEL,
     dtype: o.DtypeOption = None,
     quantize: o.Quantize = None,
@@ -73,6 +72,7 @@ def generate(
     Without PROMPT and --file the prompt is read from standard input; beside them, text from a pipe
     or a file follows the prompt after a blank line.
     """
+    record = said.pop("record")
     form = chosen_form(as_json, as_jsonl, several=(said["num_return_sequences"] or 1) > 1)
     about_page = asked_page(page, lines, reasoning, system)
     images = tuple(image or ())

@@ -31,15 +31,6 @@ Trace = Annotated[
     Path | None, _in_hands("--trace", metavar="FILE", help="Write each step to FILE as JSON.")
 ]
 
-Record = Annotated[
-    Path | None,
-    _in_hands(
-        "--record",
-        metavar="FILE",
-        help="Write a record of every step to FILE, for everystep inspect; gzip for *.gz.",
-    ),
-]
-
 
 def refuse_prompt(said: dict[str, Any]) -> None:
     """Raise RequestError for what would ask a run that goes on for another prompt."""

@@ -19,7 +19,7 @@
     return node;
   };
   const spell = (id) => (id in record.texts ? record.texts[id] : `<${id}>`);
-  const shown = (value) => (value === null ? "–" : Number(value).toPrecision(4).replace(/\.?0+$/, ""));
+  const shown = (value) => (value === null ? "–" : String(Number(Number(value).toPrecision(4))));
   const percent = (value) => `${(value * 100).toFixed(2)} %`;
   const level = (surprise) =>
     surprise === null ? 0 : [0.5, 0.1, 0.01, 0.001].filter((s) => surprise > -Math.log(s)).length;

@@ -107,7 +107,7 @@ def heading(record: Record, run: RecordedRun) -> list[tuple[str, str]]:
     about = run.about
     prompt = "".join(spelled(record, id) for id in run.prompt)
     found = [
-        ("run", run.name),
+        ("run", marked(run.name)),
         ("model", _short(record.header.get("model"))),
         ("tokenizer", _short(record.header.get("tokenizer"))),
         ("everystep", _text(record.header.get("everystep"))),
@@ -127,7 +127,7 @@ def heading(record: Record, run: RecordedRun) -> list[tuple[str, str]]:
             value, source = said if isinstance(said, list) and len(said) == 2 else (said, "")
             found.append((marked(str(name)), f"{_text(value)} ({_text(source)})"))
     if run.parent is not None:
-        found.append(("goes on from", f"run {run.parent[0]} after {run.parent[1]} ids"))
+        found.append(("goes on from", f"run {marked(run.parent[0])} after {run.parent[1]} ids"))
     if record.cut:
         found.append(("incomplete", "the file was cut off, or lines were too long"))
     return found
@@ -284,7 +284,7 @@ def tree(record: Record, run: RecordedRun) -> list[str]:
     paths = Paths.of(run)
     alive = {id(node) for node in paths.live.values()}
     results = {tuple(ids) for ids in run.tokens.values()}
-    lines = [f"run {run.name}: {len(paths.ended)} ended, {len(paths.live)} live"]
+    lines = [f"run {marked(run.name)}: {len(paths.ended)} ended, {len(paths.live)} live"]
     todo: list[tuple[Node, str, bool]] = [
         (child, "", child is paths.root.children[-1]) for child in reversed(paths.root.children)
     ]
@@ -306,7 +306,7 @@ def tree(record: Record, run: RecordedRun) -> list[str]:
 
 def _fate(node: Node, alive: set[int], results: set[tuple[int, ...]]) -> str:
     """Return what became of a hypothesis; nothing where others continue it."""
-    score = "" if node.score is None else f" {node.score:.4g}"
+    score = f" {node.score:.4g}" if node.score else ""
     if node.end is not None:
         won = tuple(one.id for one in node.way()) in results
         return f" [{marked(node.end)}{score}{', returned' if won else ''}]"
@@ -314,7 +314,7 @@ def _fate(node: Node, alive: set[int], results: set[tuple[int, ...]]) -> str:
         return ""
     if id(node) in alive:
         return f" [live{score}]"
-    return f" [dropped at step {node.step + 1}:{score} was not among the best]"
+    return f" [dropped at step {node.step + 1}: its score{score} was not among the best]"
 
 
 # --- comparison -----------------------------------------------------------------------------------
@@ -337,24 +337,25 @@ def comparison(one: Record, other: Record, index: int = 0) -> Iterator[str]:
 def _difference(
     one: Record, first: RecordedRun, other: Record, second: RecordedRun, index: int
 ) -> Iterator[str]:
+    run_of = f"run {marked(first.name)}"
     for name in ("strategy", "seed", "processors", "stops", "configuration"):
         if first.about.get(name) != second.about.get(name):
-            what = f"run {first.name}: another {name}"
+            what = f"{run_of}: another {name}"
             yield f"{what}: {_text(first.about.get(name))}"
             yield f"{' ' * len(what)}  {_text(second.about.get(name))}"
     if first.prompt != second.prompt:
         same = _common(first.prompt, second.prompt)
-        yield f"run {first.name}: the prompts differ from id {same} on"
+        yield f"{run_of}: the prompts differ from id {same} on"
     mine, theirs = first.tokens.get(index, []), second.tokens.get(index, [])
     at = _common(mine, theirs)
     if at == len(mine) == len(theirs):
-        yield f"run {first.name}: the same {at} tokens"
+        yield f"{run_of}: the same {at} tokens"
         return
     if at in (len(mine), len(theirs)):
-        yield f"run {first.name}: the same {at} tokens, then one of them goes on"
+        yield f"{run_of}: the same {at} tokens, then one of them goes on"
         return
     pair = spelled(one, mine[at]), spelled(other, theirs[at])
-    yield f"run {first.name}: the first other token is {at}: {pair[0]} and {pair[1]}"
+    yield f"{run_of}: the first other token is {at}: {pair[0]} and {pair[1]}"
     for run, own, rival in ((first, mine[at], theirs[at]), (second, theirs[at], mine[at])):
         yield f"  {_margin(rows_along(run, index)[at], own, rival)}"
 

@@ -31,6 +31,7 @@ from everystep.types.protocols import Processor
 BEST = 10
 """Candidates of a choice that are recorded before and after every stage, at least."""
 _MOST_BEST = 66
+_BLOCK = 64
 _MOST_PROMPT = 100_000
 """Ids of a prompt that are recorded: the last so many."""
 Spell = Callable[[int], bytes]
@@ -196,8 +197,8 @@ class _Chosen:
     request: Request
     rows: list[_Row]
     born: dict[int, list[int]]
-    before: Tensor
-    after: Tensor
+    before: np.ndarray
+    after: np.ndarray
     numbers: list[float] | None
 
     @classmethod
@@ -222,8 +223,8 @@ class _Chosen:
         if rows and drawn and scored.offered is scored.scores:
             every = request.draws.uniform("choice", scored.batch.places())[:, 0]
             numbers = [float(every[row.number]) for row in rows]
-        before = scored.logits[at].cpu()
-        after = scored.offered.select(at).whole().values.float().cpu()
+        before = scored.logits[at].cpu().numpy()
+        after = _on_host(scored.offered.select(at).whole().values)
         return cls(record, request, rows, born, before, after, numbers)
 
     def row(self, r: int) -> dict[str, object]:
@@ -234,25 +235,26 @@ class _Chosen:
         best = min(max(BEST, 2 * self.request.strategy.width + 2), _MOST_BEST, len(before))
         ids = self._candidates(at, [before, *(values for _, values in stages)], best)
         chosen = self._tokens(at)[:1]
-        places = torch.tensor(ids, dtype=torch.int64)
+        places = np.array(ids, dtype=np.int64)
+        first, last = Summary.of(before), Summary.of(after)
         found: dict[str, object] = {
             "of": sequence.index,
             "at": sequence.visible - self.request.prompt_visible + at.place,
             "ids": ids,
             "logits": [*map(exact, before[places].tolist())],
             "stages": [*_told(before, stages, places)],
-            "totals": [exact(_total(before)), exact(_total(after))],
-            "entropies": [exact(_entropy(before)), exact(_entropy(after))],
+            "totals": [exact(first.total), exact(last.total)],
+            "entropies": [exact(first.entropy), exact(last.entropy)],
         }
         if sequence.score:
             found["score"] = exact(sequence.score)
         for token in chosen:
             found["chosen"] = token
-            found["origin"] = self._origin(at, after)
+            found["origin"] = "forced" if last.possible == 1 else self._origin(at)
             found["ranks"] = [_rank(before, token), _rank(after, token)]
-            found["surprise"] = exact(_total(before) - float(before[token]))
+            found["surprise"] = exact(first.total - float(before[token]))
             if self.numbers is not None:
-                found["draw"] = [self.numbers[r], *_part(after, token)]
+                found["draw"] = [self.numbers[r], *last.part(after, token)]
         if ends := self._ends():
             found["ends"] = [
                 [id, exact(float(before[id])), exact(float(after[id])), _rank(after, id)]
@@ -270,7 +272,7 @@ class _Chosen:
             if children.counts[child] > at.place
         ]
 
-    def _stages(self, r: int) -> list[tuple[str, Tensor]]:
+    def _stages(self, r: int) -> list[tuple[str, np.ndarray]]:
         """Return the name and the scores (V,) after each stage of a row."""
         scored, at, request = self.record.scored, self.rows[r], self.request
         sequence = scored.layout.sequences[at.sequence]
@@ -279,30 +281,31 @@ class _Chosen:
         )  # fmt: skip
         names = iter(request.processors)
         found = [
-            (name_of(next(names)) if name is None else name, values.float().cpu())
+            (name_of(next(names)) if name is None else name, _on_host(values))
             for name, values in noted
         ]
         last = found[-1][1] if found else self.before[r]
-        left = scored.scores.select(torch.tensor([at.number])).whole().values[0].float().cpu()
-        if not torch.equal(last, left):
+        left = self.after[r]
+        if scored.offered is not scored.scores:
+            row = torch.tensor([at.number], device=scored.scores.values.device)
+            left = _on_host(scored.scores.select(row).whole().values[0])
+        if not np.array_equal(last, left, equal_nan=True):
             found.append(("hooks" if request.hooks else "unknown", left))
-        if scored.offered is not scored.scores and not torch.equal(left, self.after[r]):
+        if scored.offered is not scored.scores and not np.array_equal(left, self.after[r]):
             found.append(("drafts", self.after[r]))
         return found
 
-    def _candidates(self, at: _Row, stages: list[Tensor], best: int) -> list[int]:
+    def _candidates(self, at: _Row, stages: list[np.ndarray], best: int) -> list[int]:
         """Return the best ids before and after every stage, those of the children, and the ends."""
         found: dict[int, None] = {}
         for values in reversed(stages):
-            top, ids = torch.topk(values, best)
-            found |= dict.fromkeys(ids[top > -torch.inf].tolist())
+            ids = best_of(values, best)
+            found |= dict.fromkeys(ids[values[ids] > -np.inf].tolist())
         found |= dict.fromkeys(self._tokens(at))
         return list(found)
 
-    def _origin(self, at: _Row, after: Tensor) -> str:
-        """Return how the token of a row came about."""
-        if int((after > -torch.inf).sum()) == 1:
-            return "forced"
+    def _origin(self, at: _Row) -> str:
+        """Return how the token of a row came about, where others were possible."""
         drafts = self.record.scored.layout.drafts[at.sequence]
         agreed = at.place < len(drafts) and self._tokens(at)[:1] == [int(drafts[at.place])]
         return "drafted" if agreed else "chosen"
@@ -397,34 +400,73 @@ def name_of(processor: Processor) -> str:
     return str(getattr(inner, "__name__", type(inner).__name__))
 
 
-def _told(before: Tensor, stages: list[tuple[str, Tensor]], places: Tensor) -> Iterator[Line]:
+def _on_host(scores: Tensor) -> np.ndarray:
+    """Return scores as float32."""
+    found: np.ndarray = scores.float().cpu().numpy()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What is to be said of scores (V,) as a whole: the logarithm of the sum of their exponentials,
+    the entropy of their softmax in nats, and how many are possible."""
+
+    total: float
+    entropy: float
+    possible: int
+
+    @classmethod
+    def of(cls, scores: np.ndarray) -> Summary:
+        """Sum up scores, of which some may be -inf."""
+        ruled_out = scores == -np.inf
+        possible = len(scores) - int(np.count_nonzero(ruled_out))
+        if not possible:
+            return cls(-math.inf, 0.0, 0)
+        own = scores if possible == len(scores) else scores[~ruled_out]
+        most = own.max()
+        if not np.isfinite(most):
+            return cls(float(most), math.nan, possible)
+        below = own - most
+        weights = np.exp(below)
+        mass = float(weights.sum(dtype=np.float64))
+        mean = float(np.dot(weights, below)) / mass
+        return cls(float(most) + math.log(mass), max(math.log(mass) - mean, 0.0), possible)
+
+    def part(self, scores: np.ndarray, token: int) -> tuple[float, float]:
+        """Return the part of (0, 1) that leads to a token, where shares are in the order of ids."""
+        shares = np.exp(scores[: token + 1].astype(np.float64) - self.total)
+        return float(shares[:-1].sum()), float(shares.sum())
+
+
+def best_of(scores: np.ndarray, count: int) -> np.ndarray:
+    """Return the ids of the best scores (V,), best first."""
+    if len(scores) > _BLOCK * count * 2:  # the best are in the blocks whose best are the best
+        whole = len(scores) // _BLOCK
+        tops = scores[: whole * _BLOCK].reshape(whole, _BLOCK).max(axis=1)
+        blocks = np.argpartition(tops, -count)[-count:]
+        near = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).reshape(-1)
+        near = np.concatenate([near, np.arange(whole * _BLOCK, len(scores))])
+    else:
+        near = np.arange(len(scores))
+    order = np.lexsort((near, -scores[near]))
+    found: np.ndarray = near[order[:count]]
+    return found
+
+
+def _told(
+    before: np.ndarray, stages: list[tuple[str, np.ndarray]], at: np.ndarray
+) -> Iterator[Line]:
     """Yield the stages of a row with the values of its candidates."""
+    possible = before != -np.inf
     for name, after in stages:
-        removed = int(((after == -torch.inf) & (before != -torch.inf)).sum())
-        yield {"name": name, "removed": removed, "values": [*map(exact, after[places].tolist())]}
-        before = after
+        removed = int(np.count_nonzero(possible & (after == -np.inf)))
+        yield {"name": name, "removed": removed, "values": [*map(exact, after[at].tolist())]}
+        possible = after != -np.inf
 
 
-def _total(scores: Tensor) -> float:
-    return float(torch.logsumexp(scores.double(), dim=-1))
-
-
-def _entropy(scores: Tensor) -> float:
-    """Return the entropy in nats of softmax(scores)."""
-    logs = torch.log_softmax(scores.double(), dim=-1)
-    return float(-(logs.exp() * logs.clamp(min=-1e30)).sum())
-
-
-def _rank(scores: Tensor, token: int) -> int:
+def _rank(scores: np.ndarray, token: int) -> int:
     """Return how many tokens have a higher score."""
-    return int((scores > scores[token]).sum())
-
-
-def _part(scores: Tensor, token: int) -> tuple[float, float]:
-    """Return the part of (0, 1) that leads to a token, where shares stand in the order of ids."""
-    share = torch.softmax(scores.double(), dim=-1)
-    below = float(share[:token].sum())
-    return below, below + float(share[token])
+    return int(np.count_nonzero(scores > scores[token]))
 
 
 def _agreed(draft: np.ndarray, tokens: np.ndarray) -> int:

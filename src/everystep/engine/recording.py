@@ -27,6 +27,7 @@ from everystep.strategies import Sample
 from everystep.text import Spelling
 from everystep.types import Event, Request
 from everystep.types.protocols import Processor
+from everystep.types.request import places_of
 
 BEST = 10
 """Candidates of a choice that are recorded before and after every stage, at least."""
@@ -221,8 +222,10 @@ class _Chosen:
         numbers = None
         drawn = isinstance(request.strategy, Sample) and isinstance(request.draws, SeededDraws)
         if rows and drawn and scored.offered is scored.scores:
-            every = request.draws.uniform("choice", scored.batch.places())[:, 0]
-            numbers = [float(every[row.number]) for row in rows]
+            own = [scored.batch.sequences[row.number] for row in rows]
+            position = np.array([one.length for one in own], dtype=np.uint64)
+            places = places_of(own, position, np.zeros(len(own), np.int64), 1)
+            numbers = request.draws.uniform("choice", places)[:, 0].tolist()
         before = scored.logits[at].cpu().numpy()
         after = _on_host(scored.offered.select(at).whole().values)
         return cls(record, request, rows, born, before, after, numbers)

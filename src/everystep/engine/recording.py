@@ -292,7 +292,7 @@ class _Chosen:
         if scored.offered is not scored.scores:
             row = torch.tensor([at.number], device=scored.scores.values.device)
             left = _on_host(scored.scores.select(row).whole().values[0])
-        if not np.array_equal(last, left, equal_nan=True):
+        if not _equal(last, left):
             found.append(("hooks" if request.hooks else "unknown", left))
         if scored.offered is not scored.scores and not np.array_equal(left, self.after[r]):
             found.append(("drafts", self.after[r]))
@@ -403,6 +403,11 @@ def name_of(processor: Processor) -> str:
     return str(getattr(inner, "__name__", type(inner).__name__))
 
 
+def _equal(one: np.ndarray, other: np.ndarray) -> bool:
+    """Return whether scores are equal, nan to nan."""
+    return np.array_equal(one, other) or np.array_equal(one, other, equal_nan=True)
+
+
 def _on_host(scores: Tensor) -> np.ndarray:
     """Return scores as float32."""
     found: np.ndarray = scores.float().cpu().numpy()
@@ -443,12 +448,12 @@ class Summary:
 
 def best_of(scores: np.ndarray, count: int) -> np.ndarray:
     """Return the ids of the best scores (V,), best first."""
-    if len(scores) > _BLOCK * count * 2:  # the best are in the blocks whose best are the best
-        whole = len(scores) // _BLOCK
-        tops = scores[: whole * _BLOCK].reshape(whole, _BLOCK).max(axis=1)
-        blocks = np.argpartition(tops, -count)[-count:]
-        near = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).reshape(-1)
-        near = np.concatenate([near, np.arange(whole * _BLOCK, len(scores))])
+    columns = len(scores) // _BLOCK
+    if columns > count * 2:  # the best are in the columns whose best are the best
+        tops = scores[: columns * _BLOCK].reshape(_BLOCK, columns).max(axis=0)
+        best = np.argpartition(tops, -count)[-count:]
+        near = (np.arange(_BLOCK)[:, None] * columns + best).reshape(-1)
+        near = np.concatenate([near, np.arange(columns * _BLOCK, len(scores))])
     else:
         near = np.arange(len(scores))
     order = np.lexsort((near, -scores[near]))

@@ -165,6 +165,11 @@ if TYPE_CHECKING:
     from everystep.processors.watermark import WatermarkDetector as WatermarkDetector
     from everystep.processors.watermark import WatermarkDetectorOutput as WatermarkDetectorOutput
     from everystep.processors.watermark import WatermarkLogitsProcessor as WatermarkLogitsProcessor
+    from everystep.records.reader import Record as Record
+    from everystep.records.reader import RecordedRow as RecordedRow
+    from everystep.records.reader import RecordedRun as RecordedRun
+    from everystep.records.reader import RecordedStep as RecordedStep
+    from everystep.records.reader import read_record as read_record
     from everystep.requests.features import PromptInput as PromptInput
     from everystep.requests.options import Prefix as Prefix
     from everystep.runs.run import Run as Run
@@ -236,6 +241,7 @@ _NAMES = {
     "api.many": "generate stream",
     "drivers.stream": "Stream",
     "api.model": "LanguageModel wrap",
+    "records.reader": "Record RecordedRow RecordedRun RecordedStep read_record",
     "requests.features": "PromptInput",
     "api.layout_prompt": "layout_prompt",
     "api.prefill": "prefill",

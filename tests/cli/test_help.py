@@ -28,6 +28,7 @@ COMMANDS = (
         "train",
         "pull",
         "models",
+        "inspect",
         "info",
         "doctor",
         "bench",

@@ -32,6 +32,7 @@ from everystep.engine.collect import Captures
 from everystep.errors import EverystepError, RequestError, UnsupportedError, shown
 from everystep.models.model import Model
 from everystep.nn.modes import inference_mode
+from everystep.records import RecordWriter, record_writer
 from everystep.requests.absent import OF_LAYERS, OF_STEPS, refuse_argument, refuse_rectangular
 from everystep.requests.caches import row_quantization
 from everystep.requests.door import KEYWORDS, NOTHING_BESIDE, Beside, PromptValues, sort
@@ -123,6 +124,7 @@ class Session:
         self._seed = seed
         self._common, self._own = common, options
         self._options: dict[tuple[int, bool], Options] = {}
+        self._records: dict[str, RecordWriter] = {}
         self._since = moment()
         if chat is not None:
             self._options_of(0)
@@ -160,6 +162,8 @@ class Session:
     ) -> Options:
         """Return what is asked for a prompt by these keywords of a call made at the moment `since`,
         that of the session unless given; `in_chat`: it is a conversation."""
+        if given.get("record") is not None:
+            given = {**given, "record": self._writer(given["record"])}
         asked = sort("texts", self._model, given)
         chat = self._chat if in_chat else None
         options = read_options(self._model, asked, self.tokenizer, chat)
@@ -211,6 +215,11 @@ class Session:
                 do="Pass [{'role': 'user', 'content': ...}] as the prompt",
             )
         return found
+
+    def _writer(self, file: object) -> RecordWriter:
+        """Return the one writer of a file, for all prompts that name it."""
+        writer = record_writer(file)
+        return self._records.setdefault(str(writer.path), writer)
 
     def _read_alike(self, prompts: Iterable[PromptLike]) -> None:
         """Read what is asked for all prompts; where they come one by one, it may suit one kind."""

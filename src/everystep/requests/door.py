@@ -152,6 +152,10 @@ class Objects:
         "str | Strategy | None",
         'The way of choosing by name ("beam", "contrastive", ...), or an object of your own.',
     )
+    record: object = keyword(
+        "str | PathLike[str] | None",
+        "The file that gets a record of every step; gzip where its name ends in .gz.",
+    )
     strategy_options: object = keyword(
         "Mapping[str, object] | None", "What a strategy of another package is made with."
     )

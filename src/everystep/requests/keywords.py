@@ -7,6 +7,7 @@ a caller declares under other names are passed as `**inputs`, a `dict[str, Any]`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from typing import Literal, TypedDict
 
 import numpy as np
@@ -65,6 +66,8 @@ class CallOptions(FieldOptions, total=False):
     """The tokenizer of assistant_model, where it is another one."""
     draft_corpus: Corpus | None
     """Texts that drafts are copied from."""
+    record: str | PathLike[str] | None
+    """The file that gets a record of every step; gzip where its name ends in .gz."""
 
 
 class ResultOptions(ConfigOptions, total=False):

@@ -18,6 +18,7 @@ from everystep.models import Model
 from everystep.processors.allowed import AllowedSequences
 from everystep.processors.grammars.mask import GrammarMask
 from everystep.processors.thoughts import ThoughtBudget
+from everystep.records import RecordWriter
 from everystep.strategies import BestOf
 from everystep.types import Past, Prompt, ResolvedAdapter
 from everystep.types.draw_places import Draws
@@ -188,7 +189,7 @@ class Options:
     step. `starts_answer`: whether a chat template begins the answer to the messages; `trims`:
     whether texts lose the stop string that ended them. `negative_prompt`: what guidance leads away
     from, as a call about prompts passed it. `dialogue`: what a conversation asks of tools and
-    thoughts.
+    thoughts. `record`: the file that steps are written to.
     """
 
     effective: Effective
@@ -208,6 +209,7 @@ class Options:
     trims: bool = False
     negative_prompt: object = None
     dialogue: Dialogue | None = None
+    record: RecordWriter | None = None
 
     def resolved_of(self, mix: Mix) -> tuple[ResolvedAdapter, ...]:
         """Return what the names of a mix stand for, as in a request."""

@@ -117,6 +117,7 @@ class EngineHost:
         facts = [one.facts(name) for name, one in self._models.items()]
         self._send(Ready(facts, self._limits.max_rows, os.getpid()))
         telling = asyncio.create_task(self._tell())
+        telling.add_done_callback(lambda _: self._writer.close())  # a defect ends the connection
         try:
             while (body := await read_frame(reader)) is not None:
                 message = OF_FRONT.decode(body)
@@ -215,7 +216,8 @@ class EngineHost:
             return []
         if not under.begun:
             under.begun = True
-            self._send(Begun(id, _strings(under.one)))
+            notices = under.one.answer().options.effective.notices
+            self._send(Begun(id, _strings(under.one), list(notices)))
         rows = []
         while under.ask.streams and box.events:
             rows.append(_row(id, box.events.popleft()))

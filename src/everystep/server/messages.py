@@ -105,10 +105,12 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
 
 
 class Begun(msgspec.Struct, tag=True, frozen=True):
-    """An ask has left the line. `strings`: those that its texts lose where they end."""
+    """An ask has left the line. `strings`: those that its texts lose where they end. `notices`:
+    what was asked for without effect."""
 
     id: int
     strings: list[str]
+    notices: list[str] = []
 
 
 class Ended(msgspec.Struct, frozen=True):

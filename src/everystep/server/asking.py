@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from everystep.config import ChatDefaults
+from everystep.config.chat_defaults import MOST_NEW_TOKENS
 from everystep.config.named_strategies import is_named
 from everystep.errors import (
+    OversizeError,
     RequestError,
     TokenizerError,
     UnknownArgumentError,
@@ -200,10 +202,11 @@ def _wanted(
                 "the prompt has ids beyond the vocabulary", wanted=f"0 to {vocabulary - 1}"
             )
     n = int(keywords.get("num_return_sequences") or keywords.get("n_best") or 1)
+    within = _within_context(keywords, max(len(ids) for ids, _ in prompts), to.facts.context)
     return Wanted(
         to,
         prompts,
-        keywords,
+        within,
         in_chat,
         n,
         stream,
@@ -214,6 +217,28 @@ def _wanted(
         bool(given.get("return_token_ids")),
         renamed,
     )
+
+
+def _within_context(
+    keywords: Mapping[str, Json], longest: int, context: int | None
+) -> Mapping[str, Json]:
+    """Return the keywords with room for what they ask for; OversizeError where there is none.
+
+    A length that nobody named ends at the context.
+    """
+    if context is None:
+        return keywords
+    room, asked = context - longest, keywords.get("max_new_tokens")
+    if room < 1 or (isinstance(asked, int) and asked > room):
+        raise OversizeError(
+            "the prompt and what is asked for are longer than the context",
+            wanted=f"at most {context} tokens together",
+            got=f"{longest} of the prompt and {asked or 'more'} new ones",
+            do="Send a shorter prompt, or ask for fewer tokens",
+        )
+    named = asked is not None or keywords.get("max_length") is not None
+    usual = MOST_NEW_TOKENS if room > MOST_NEW_TOKENS else room
+    return keywords if named else {**keywords, "max_new_tokens": usual}
 
 
 def _ids(prompt: str | list[int], to: Addressee) -> tuple[list[int], str]:

@@ -55,6 +55,7 @@ LISTED: dict[tuple[str, str], str] = {
     ("images", "files"): "how pictures are prepared is read from a folder",
     ("executors", "models"): "an executor runs a model: it reads specification and weights",
     ("adapters", "models"): "an adapter changes projections of a decoder, found by their names",
+    ("cli", "server"): "the command `everystep serve` starts the server",
     ("executors", "adapters"): "an executor adds what the adapters of a feed say",
 }
 # Who may write to standard output: programs, and the streamer whose work that is.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ _NEXT = """serving {model} on {address}
 
   every field: {address}/openapi.json - Ctrl-C ends it"""
 
+_LIBRARIES = ("starlette", "uvicorn", "msgspec", "prometheus_client")
 _access = "Who may ask"
 _load = "Load"
 Named = Annotated[
@@ -37,7 +39,9 @@ Adapters = Annotated[
 ]
 Keys = Annotated[
     list[str] | None,
-    typer.Option("--api-key", metavar="KEY", help="Open to this key. Repeatable.", rich_help_panel=_access),
+    typer.Option(
+        "--api-key", metavar="KEY", help="Open to this key. Repeatable.", rich_help_panel=_access
+    ),
 ]
 KeyFiles = Annotated[
     list[Path] | None,
@@ -51,7 +55,10 @@ KeyFiles = Annotated[
 Hosts = Annotated[
     list[str] | None,
     typer.Option(
-        "--allow-host", metavar="NAME", help="A name it is called by. Repeatable.", rich_help_panel=_access
+        "--allow-host",
+        metavar="NAME",
+        help="A name it is called by. Repeatable.",
+        rich_help_panel=_access,
     ),
 ]
 Origins = Annotated[
@@ -68,13 +75,18 @@ Origins = Annotated[
 def serve(
     context: typer.Context,
     source: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="A name, a folder, a .gguf file or a hub id.")
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="A name, a folder, a .gguf file or a hub id."),
     ] = None,
     settings: Annotated[
         Path | None,
-        typer.Option("--settings", metavar="FILE", help="Settings as TOML; options go before them."),
+        typer.Option(
+            "--settings", metavar="FILE", help="Settings as TOML; options go before them."
+        ),
     ] = None,
-    host: Annotated[str | None, typer.Option(metavar="ADDRESS", help="By default 127.0.0.1.")] = None,
+    host: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="By default 127.0.0.1.")
+    ] = None,
     port: Annotated[int | None, typer.Option(metavar="N", help="By default 8000; 0: any.")] = None,
     uds: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A unix socket in place of a port.")
@@ -132,11 +144,10 @@ def serve(
         "cache_dtype": None if cache_dtype is None else cache_dtype.value,
         "offline": offline or context.obj or None,
     }
-    try:
-        from everystep.server.serving import serve as run
-        from everystep.server.settings import read_settings
-    except ModuleNotFoundError as error:
-        raise MissingExtraError.of("everystep serve", str(error.name), "server") from error
+    require_server()
+    from everystep.server.serving import serve as run
+    from everystep.server.settings import read_settings
+
     given = {name: value for name, value in said.items() if value not in (None, [], {})}
     read = read_settings(settings, given)
     read.front()  # what is wrong with it is said before anything is loaded
@@ -149,6 +160,15 @@ def serve(
         write_line(_NEXT.format(address=address, model=name))
 
     asyncio.run(run(read, tell))
+
+
+def require_server() -> None:
+    """Raise MissingExtraError where a library of the server is not installed."""
+    for library in _LIBRARIES:
+        try:
+            import_module(library)
+        except ImportError as error:
+            raise MissingExtraError.of("everystep serve", library, "server") from error
 
 
 def _pairs(given: list[str] | None, option: str) -> dict[str, str]:

@@ -79,7 +79,9 @@ class Hosts:
     def accepts(self, header: str) -> bool:
         """Return whether the Host header of a request names this server."""
         name = header.lower()
-        name = name.partition("]")[0][1:] if name.startswith("[") else name.rpartition(":")[0] or name
+        name = (
+            name.partition("]")[0][1:] if name.startswith("[") else name.rpartition(":")[0] or name
+        )
         if name in self._names:
             return True
         try:

@@ -1,4 +1,4 @@
-"""From what the engine tells to answers: texts, log-probabilities, usage, and the chunks of streams.
+"""From what the engine tells to answers: texts, log-probabilities, usage, chunks of streams.
 
 Texts are made here, by the tokenizer of the front, as `everystep.generate` and `everystep.stream`
 make them.
@@ -20,7 +20,12 @@ from everystep.types import Event, FinishReason
 
 _LOWEST = -9999.0
 """What stands for a log-probability of minus infinity, which JSON does not have."""
-_REASONS: Mapping[str, str] = {"stop": "stop", "criteria": "stop", "length": "length", "time": "length"}
+_REASONS: Mapping[str, str] = {
+    "stop": "stop",
+    "criteria": "stop",
+    "length": "length",
+    "time": "length",
+}
 
 
 def finite(value: float) -> float:
@@ -58,7 +63,9 @@ class Spelled:
         return self._tokenizer.decode([id], skip_special_tokens=False)
 
     def of_completion(
-        self, rows: Iterable[tuple[int, float | None, Sequence[tuple[int, float]] | None]], start: int
+        self,
+        rows: Iterable[tuple[int, float | None, Sequence[tuple[int, float]] | None]],
+        start: int,
     ) -> dict[str, list[Json]]:
         """Return the four lists of a completion: each row is an id, its log-probability and the
         best; `start`: characters before the first."""
@@ -66,15 +73,16 @@ class Spelled:
             name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         }
         for id, known, best in rows:
-            spelled, tops = self.text(id), None
+            spelled = self.text(id)
+            tops: dict[str, float] | None = None
             if known is not None:
                 tops = {}
                 for other, value in [*(best or ()), (id, known)]:
                     name = self.text(other)
                     tops[name] = max(finite(value), tops.get(name, -math.inf))
             values = spelled, None if known is None else finite(known), tops, start
-            for name, value in zip(found, values, strict=True):
-                found[name].append(value)
+            for column, cell in zip(found.values(), values, strict=True):
+                column.append(cell)
             start += len(spelled)
         return found
 
@@ -115,7 +123,10 @@ class Head:
 def reason(kind: str, matched: str | int | None) -> dict[str, Json]:
     """Return how a choice says why it ended."""
     told: str | int | None = matched if isinstance(matched, str) else None
-    return {"finish_reason": _REASONS.get(kind, "stop"), "stop_reason": kind if kind == "time" else told}
+    return {
+        "finish_reason": _REASONS.get(kind, "stop"),
+        "stop_reason": kind if kind == "time" else told,
+    }
 
 
 class WholeAnswer:
@@ -158,8 +169,9 @@ class WholeAnswer:
         tokens = [] if wanted.nothing else one.tokens
         self.usage.completion += len(tokens)
         text = wanted.to.front.tokenizer.decode(tokens, skip_special_tokens=True)
-        before = prompt_end(wanted, number, self._strings.get(number, ()))
-        text = Trimmer(tuple(self._strings.get(number, ())), before).finish(text, one.matched)
+        if strings := self._strings.get(number):
+            before = prompt_end(wanted, number, strings)
+            text = Trimmer(tuple(strings), before).finish(text, one.matched)
         ended = reason("length" if wanted.nothing else one.kind, one.matched)
         choice: dict[str, Json] = {"index": place, **ended}
         if one.score:

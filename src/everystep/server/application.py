@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
@@ -54,7 +54,9 @@ _OPEN = ("/health", "/ready")
 class HttpError(EverystepError):
     """A request that is answered with a status of its own."""
 
-    def __init__(self, status: int, text: str, *, code: str | None = None, retry: int | None = None):
+    def __init__(
+        self, status: int, text: str, *, code: str | None = None, retry: int | None = None
+    ):
         super().__init__(text)
         self.status, self.code, self.retry = status, code, retry
 
@@ -152,7 +154,7 @@ class Front:
         self._count(to, answer.usage.prompt, answer.usage.cached, answer.usage.completion)
         await exchange.answer(answer.shown())
 
-    async def _chunks(self, wanted: Wanted, head: Head) -> AsyncIterator[Json]:
+    async def _chunks(self, wanted: Wanted, head: Head) -> AsyncGenerator[Json, None]:
         """Yield the chunks of a stream, the first one once the engine has begun."""
         answer, opened, last = StreamedAnswer(wanted, head), False, time.monotonic()
         async with aclosing(self._follow(wanted)) as news:
@@ -161,13 +163,15 @@ class Front:
                     opened = True
                     for chunk in answer.opening():
                         yield chunk
-                chunks = ()
+                chunks: Iterable[Json] = ()
                 if isinstance(message, Begun):
                     answer.begin(number, message)
                 elif isinstance(message, Row):
                     chunks = answer.row(number, message)
                     now = time.monotonic()
-                    told = self.metrics.first if answer.usage.completion == 0 else self.metrics.between
+                    told = (
+                        self.metrics.first if answer.usage.completion == 0 else self.metrics.between
+                    )
                     told.observe(now - last)
                     last = now
                 elif isinstance(message, Over):
@@ -178,7 +182,7 @@ class Front:
             yield chunk
         self._count(wanted.to, answer.usage.prompt, answer.usage.cached, answer.usage.completion)
 
-    async def _follow(self, wanted: Wanted) -> AsyncIterator[tuple[int, News]]:
+    async def _follow(self, wanted: Wanted) -> AsyncGenerator[tuple[int, News], None]:
         """Yield what becomes of every prompt, with its number; raise what one of them fails with.
 
         Leaving the iterator ends them all.
@@ -226,7 +230,9 @@ class Front:
         self.metrics.cached.labels(to.name).inc(cached)
         self.metrics.generated.labels(to.name).inc(completion)
 
-    async def _read(self, exchange: Exchange, route: RouteTable) -> tuple[dict[str, Json], Addressee]:
+    async def _read(
+        self, exchange: Exchange, route: RouteTable
+    ) -> tuple[dict[str, Json], Addressee]:
         """Return the fields of a body, and who is meant."""
         body = await exchange.body()
         given = await asyncio.to_thread(route.read, body) if exchange.is_long else route.read(body)
@@ -248,7 +254,7 @@ class Front:
                 begins = given.get("add_generation_prompt", True)
                 return render(messages, to.front, begins=begins)
             special = given.get("add_special_tokens", True)
-            return list(tokenizer.encode(text, add_special_tokens=special))
+            return list(tokenizer.encode(str(text), add_special_tokens=special))
 
         found = await asyncio.to_thread(ids)
         answer = {"count": len(found), "max_model_len": to.facts.context, "tokens": found}
@@ -418,7 +424,7 @@ class Exchange:
         response.headers["x-request-id"] = self.id
         await response(self.request.scope, self._receive, self._send)
 
-    async def stream(self, chunks: AsyncIterator[Json]) -> None:
+    async def stream(self, chunks: AsyncGenerator[Json, None]) -> None:
         """Send chunks as server-sent events, and a comment where none comes for a while.
 
         What goes wrong before the first is an answer of its own; later it is the last event.
@@ -448,7 +454,7 @@ class Exchange:
                 with suppress(asyncio.CancelledError, StopAsyncIteration):
                     await waiting
             with suppress(RuntimeError):
-                await chunks.aclose()  # type: ignore[attr-defined]  # it is a generator
+                await chunks.aclose()
 
     @property
     def _ping(self) -> float:
@@ -513,7 +519,9 @@ class Responder:
             await self._refuse(exchange, HttpError(400, str(error)))
         except Exception:
             log.exception("%s: a defect of the server", exchange.id)
-            await self._refuse(exchange, HttpError(500, "A defect of the server; its log has more."))
+            await self._refuse(
+                exchange, HttpError(500, "A defect of the server; its log has more.")
+            )
         finally:
             self._front.open -= 1
             exchange.stop_listening()
@@ -542,7 +550,9 @@ class Responder:
     def _admit(self, exchange: Exchange) -> None:
         settings, headers = self._front.settings, exchange.request.headers
         if not settings.hosts.accepts(headers.get("host", "")):
-            raise HttpError(403, "The Host header names another server. Allow it with --allow-host.")
+            raise HttpError(
+                403, "The Host header names another server. Allow it with --allow-host."
+            )
         if (origin := headers.get("origin")) is not None and origin not in settings.origins:
             raise HttpError(403, "Pages of this origin may not ask. Allow it with --allow-origin.")
         path = exchange.request.url.path

@@ -325,7 +325,11 @@ def _keywords(
     found = {name: one for name, one in given.items() if name in known}
     renamed: dict[str, str] = {}
     found.pop("logprobs", None)
-    names = (("max_tokens", "max_new_tokens"), ("n", "num_return_sequences"), ("stop", "stop_strings"))
+    names = (
+        ("max_tokens", "max_new_tokens"),
+        ("n", "num_return_sequences"),
+        ("stop", "stop_strings"),
+    )
     for name, keyword in names:
         if (value := given.get(name)) is None:
             continue

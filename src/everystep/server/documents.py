@@ -11,13 +11,17 @@ def openapi() -> dict[str, Json]:
     """Return the OpenAPI document of every route."""
     paths: dict[str, Json] = {one.path: {"post": _operation(one)} for one in ROUTES}
     answers = {"200": {"description": "the answer"}}
-    paths |= {path: {"get": {"summary": line, "responses": answers}} for path, line in READ_ONLY.items()}
+    paths |= {
+        path: {"get": {"summary": line, "responses": answers}} for path, line in READ_ONLY.items()
+    }
     about = {"title": "everystep", "version": __version__}
     return {"openapi": "3.1.0", "info": about, "paths": paths}
 
 
 def _operation(route: RouteTable) -> dict[str, Json]:
-    fields = {one.name: {**one.kind.schema, "description": one.line} for one in route.fields.values()}
+    fields = {
+        one.name: {**one.kind.schema, "description": one.line} for one in route.fields.values()
+    }
     fields |= {name: {"description": f"Ignored: {why}."} for name, why in route.ignored.items()}
     schema = {
         "type": "object",
@@ -59,8 +63,8 @@ _HEAD = """# The wire
 This page lists every field that [the server](../guide/serving.md) takes. It is written by
 `python -m everystep.server.documents` from the table that also checks requests. A field that is not
 here is refused with status 400 and the nearest name; `null` is the same as leaving a field out. A
-field without a default is as in `generate`: the model's generation config says it, or a conversation's
-defaults do.
+field without a default is as in `generate`: the model's generation config says it, or the defaults
+of a conversation do.
 """
 
 

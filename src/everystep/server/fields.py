@@ -195,7 +195,7 @@ _OWN: Mapping[str, WireKind] = {
 }
 """Kinds of keywords that are bounded here, or that are no fields of a configuration."""
 
-_JSON_TYPES = {
+_JSON_TYPES: Mapping[str, dict[str, Json]] = {
     "int": {"type": "integer"},
     "float": {"type": "number"},
     "bool": {"type": "boolean"},
@@ -221,7 +221,7 @@ def _is_json(_: Json) -> bool:
 def _schema_of(written: str) -> dict[str, Json]:
     """Return the JSON schema of a type as the table of keywords writes it."""
     parts = [part.strip() for part in re.sub(r"\[.*\]", "", written).split("|")]
-    known = [_JSON_TYPES[part] for part in parts if part in _JSON_TYPES]
+    known: list[dict[str, Json]] = [_JSON_TYPES[one] for one in parts if one in _JSON_TYPES]
     known += [{"type": "array"}] * ("Sequence" in parts or "tuple" in parts)
     known += [{"type": "object"}] * ("Mapping" in parts)
     known += [{"enum": re.findall(r'"(\w+)"', written)}] * ("Literal" in parts)
@@ -236,7 +236,9 @@ def _as_keyword(name: str, value: Json) -> Json:
         return {int(key): bias for key, bias in value.items()}
     except ValueError:
         raise RequestError(
-            "logit_bias is impossible", wanted="ids as keys, written as texts", got=shown(value)[:80]
+            "logit_bias is impossible",
+            wanted="ids as keys, written as texts",
+            got=shown(value)[:80],
         ) from None
 
 

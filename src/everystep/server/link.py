@@ -1,8 +1,8 @@
 """The front's side: one connection to an engine, which may die and is started again.
 
-An ask lives until it is over, whatever happens to the engine: the draws of every ask are keyed by a
-seed, so it is asked again of the next engine, and what was told already is left out. An ask that two
-engines died with is given up, since it may be why.
+An ask lives until it is over, whatever happens to the engine: its draws are keyed by a seed, so it
+is asked again of the next engine, and what was told already is left out. An ask that two engines
+died with is given up, since it may be why.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -36,8 +36,8 @@ from everystep.server.messages import (
     Quit,
     Ready,
     Row,
-    Scored,
     ScoreAsk,
+    Scored,
     ToFront,
     Tokens,
     frame,
@@ -105,7 +105,9 @@ class ProcessMooring(Mooring):
 class ThreadMooring(Mooring):
     """An engine in a thread of this process, for tests and notebooks: the same messages."""
 
-    def __init__(self, models: Callable[[], Mapping[str, HostedModel]], limits: EngineLimits) -> None:
+    def __init__(
+        self, models: Callable[[], Mapping[str, HostedModel]], limits: EngineLimits
+    ) -> None:
         self._models, self._limits = models, limits
         self._thread: threading.Thread | None = None
 
@@ -253,7 +255,7 @@ class EngineLink:
             wanted = f"at most {self._limits.positions} tokens"
             raise CapacityError("too many prompts wait", wanted=wanted, got=line + positions)
 
-    async def follow(self, ask: Ask | ScoreAsk) -> AsyncIterator[News]:
+    async def follow(self, ask: Ask | ScoreAsk) -> AsyncGenerator[News, None]:
         """Yield what becomes of an ask, `Over`, `Scored` or `Failed` last.
 
         Leaving the iterator ends the ask.

@@ -76,7 +76,9 @@ _MODEL = WireField("model", text(512, 1), "The model, or the adapter, that answe
 _LONGEST = integer(1, 1 << 24)
 _BOTH = (
     replace(_MODEL),
-    WireField("max_tokens", integer(0, 1 << 24), "Tokens of an answer at most.", "", "max_new_tokens"),
+    WireField(
+        "max_tokens", integer(0, 1 << 24), "Tokens of an answer at most.", "", "max_new_tokens"
+    ),
     WireField("n", integer(1, 64), "Answers per prompt.", "1", "num_return_sequences"),
     WireField("stop", STOP, "Texts that end an answer, up to 16.", "", "stop_strings"),
     WireField("stream", FLAG, "Whether the answer comes piece by piece.", "false"),
@@ -85,12 +87,8 @@ _BOTH = (
         MAPPING,
         "With stream: `include_usage`, and `include_obfuscation`, which changes nothing.",
     ),
-    WireField(
-        "stop_token_ids", listed(ID, 64), "Ids that end an answer, beside the model's own."
-    ),
-    WireField(
-        "include_stop_str_in_output", FLAG, "Whether the text keeps what ended it.", "false"
-    ),
+    WireField("stop_token_ids", listed(ID, 64), "Ids that end an answer, beside the model's own."),
+    WireField("include_stop_str_in_output", FLAG, "Whether the text keeps what ended it.", "false"),
     WireField("ignore_eos", FLAG, "Whether the model's own ends end nothing.", "false"),
     WireField("return_token_ids", FLAG, "Whether choices have the ids of their tokens.", "false"),
 )

@@ -10,7 +10,13 @@ from typing import Any
 import msgspec
 
 from everystep.config import chat_defaults_of
-from everystep.errors import FormatError, MissingFileError, RequestError, UnknownArgumentError, nearest
+from everystep.errors import (
+    FormatError,
+    MissingFileError,
+    RequestError,
+    UnknownArgumentError,
+    nearest,
+)
 from everystep.files.gguf import read_gguf
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.server.access import Hosts, Keys, digest_of, is_loopback, read_keys

@@ -188,7 +188,7 @@ def test_nothing_is_used_where_it_may_not_be() -> None:
         ("nn/a.py", "from everystep import cache"),
         ("nn/a.py", "from everystep import generate"),
         ("files/a.py", "from everystep.text import Tokenizer"),
-        ("cli/a.py", "from everystep.server import app"),
+        ("cli/a.py", "from everystep.inspector import app"),
         ("api.py", "from everystep.testing import HashModel"),
     ],
 )

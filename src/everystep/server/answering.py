@@ -108,7 +108,7 @@ def rows_of(known: Known) -> list[tuple[int, float | None, list[tuple[int, float
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What every chunk of an answer has in common."""
+    """The part that every chunk of an answer has in common."""
 
     id: str
     model: str

@@ -37,7 +37,7 @@ class UnknownModelError(UnknownArgumentError):
 
 @dataclass(frozen=True, slots=True)
 class FrontModel:
-    """What the front has of a model: its tokenizer, and what conversations mean to it."""
+    """The front's part of a model: its tokenizer, and what conversations mean to it."""
 
     tokenizer: Tokenizer
     chat: ChatDefaults

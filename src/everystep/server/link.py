@@ -38,7 +38,6 @@ from everystep.server.messages import (
     Row,
     ScoreAsk,
     Scored,
-    ToFront,
     Tokens,
     frame,
     read_frame,
@@ -322,13 +321,12 @@ class EngineLink:
             self._send(one.ask)
         self._ready.set()
 
-    def _hand_on(self, message: ToFront) -> None:
+    def _hand_on(self, message: Tokens | Begun | Over | Scored | Failed) -> None:
         if isinstance(message, Tokens):
             for row in message.rows:
                 if (one := self._asking.get(row.id)) is not None:
                     one.tell(row)
             return
-        assert not isinstance(message, Ready)
         if (one := self._asking.get(message.id)) is None:
             return
         if isinstance(message, Over | Scored | Failed):

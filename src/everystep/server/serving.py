@@ -6,8 +6,8 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import uvicorn
@@ -15,21 +15,13 @@ import uvicorn
 from everystep.errors import RequestError
 from everystep.server.application import Front
 from everystep.server.link import EngineLink, ProcessMooring
+from everystep.server.listener import Listener
 from everystep.server.settings import ServeSettings, front_model
 
 log = logging.getLogger("everystep.server")
 
 _KEEP_ALIVE = 75
 """Seconds that an idle connection stays: longer than proxies keep theirs."""
-
-
-class Listener(uvicorn.Server):
-    """uvicorn's server without its handlers of signals, which are ours."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals as they are."""
-        yield
 
 
 def bound(settings: ServeSettings) -> socket.socket:

@@ -22,6 +22,7 @@ class Task(NamedTuple):
 
 TASKS = [
     Task("load my folder", "models", "Models"),
+    Task("serve a model over HTTP", "serving", "Serving"),
     Task("stream answers in a web", "web", "A web handler"),
     Task("JSON", "structured_output", "JSON schema"),
     Task("let a model call my functions", "tools", "Tools and thoughts"),

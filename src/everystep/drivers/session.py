@@ -150,10 +150,18 @@ class Session:
 
     # --- what is asked for ------------------------------------------------------------------------
 
-    def asked(self, prompt: PromptLike, given: Mapping[str, object], since: float) -> Options:
+    def asked(
+        self,
+        prompt: PromptLike,
+        given: Mapping[str, object],
+        since: float,
+        *,
+        in_chat: bool | None = None,
+    ) -> Options:
         """Return what these keywords ask for a prompt that is a call of its own, made at the moment
-        `since`."""
-        own = self._read(given, since, in_chat=messages_of(prompt) is not None)
+        `since`; `in_chat`: whether it is a conversation, where ids do not show that."""
+        chats = messages_of(prompt) is not None if in_chat is None else in_chat
+        own = self._read(given, since, in_chat=chats)
         _require_alike(self._model, self._first, own, "the engine")
         return own
 

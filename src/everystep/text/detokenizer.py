@@ -142,10 +142,12 @@ class Trimmer:
         text, self._held = self._held + text, ""
         if not isinstance(matched, str):
             return text
-        start = (self._before + text).find(matched)
+        # Its end is new, so it begins at most so far before: the prompt may hold all of another.
+        before = self._before[max(len(self._before) - len(matched) + 1, 0) :]
+        start = (before + text).find(matched)
         if start < 0:
-            start = len(self._before + text) - self._overlap(text, matched)
-        return text[: max(start - len(self._before), 0)]
+            start = len(before + text) - self._overlap(text, matched)
+        return text[: max(start - len(before), 0)]
 
     def _overlap(self, text: str, string: str) -> int:
         """Count the characters of the string's beginning that the text ends with, if not all."""

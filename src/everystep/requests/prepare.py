@@ -191,8 +191,7 @@ def _requests(
     criteria allow more. `fills`: whether a cache object gets what the rows hold in the end.
     """
     fields, steering, ends = options.effective, options.steering, options.ends
-    drafter, verification = drafts
-    new = max(limits)
+    (drafter, verification), new = drafts, max(limits)
     stops = _stops(fields, ends.eos, options.tokenizer, steering.criteria, inputs.width + new)
     strategies, ends_by = dict.fromkeys(limits, strategy), dict.fromkeys(limits, stops)
     if min(limits) < new:
@@ -480,6 +479,7 @@ def _processors(
             allowed=allowed[row] if allowed else None,
             encode=None if tokenizer is None else encode,
             grammar=steering.grammar,
+            thoughts=steering.thoughts,
         )
         return build(each[row].values_by_name, facts)
 

@@ -225,7 +225,7 @@ class PeftAdapter:
                 }
                 kept = self._plan.made(held)
             seen = {
-                name: held[name] if one.requires_grad else _version(one)
+                name: held[name] if one.requires_grad else _changes_in(one)
                 for name, one in self._tensors.items()
             }
             self._seen, self._kept = seen, kept
@@ -239,7 +239,7 @@ class PeftAdapter:
         one, seen = self._tensors[name], self._seen.get(name)
         if isinstance(seen, Tensor):
             return one.requires_grad and torch.equal(one.detach(), seen)
-        return not one.requires_grad and _version(one) == seen
+        return not one.requires_grad and _changes_in(one) == seen
 
     def live(self) -> Adapter:
         """Return what it computes, differentiable in its tensors where they learn."""
@@ -254,7 +254,7 @@ class PeftAdapter:
         self._plan, self._kept = replace(self._plan, model=model), None
 
 
-def _version(tensor: Tensor) -> int:
+def _changes_in(tensor: Tensor) -> int:
     """Return how often the values were changed in place, as far as torch counts it."""
     return -1 if tensor.is_inference() else tensor._version
 

@@ -211,7 +211,7 @@ class PackedAdapters:
 
 
 class AdaptersOfStep:
-    """What the feeds of a step ask of adapters; it must be kept until nothing is computed of it,
+    """The adapters that the feeds of a step ask for; to be kept until nothing is computed of them,
     what is begun ahead included."""
 
     def __init__(self, work: Work, packed: PackedAdapters) -> None:

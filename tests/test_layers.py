@@ -29,8 +29,8 @@ from tests.structure.private import private_uses
 ORDER: tuple[tuple[str, ...], ...] = (
     ("_version", "types", "errors", "memory", "processor"),
     ("config", "nn", "draws", "text", "images", "sounds", "files", "outputs"),
-    ("cache", "processors", "stops", "shown"),
-    ("models", "adapters", "executors"),
+    ("cache", "processors", "stops", "shown", "records"),
+    ("models", "adapters", "executors", "dialogue"),
     ("strategies",),
     ("engine", "bridge", "streamers"),
     ("requests",),
@@ -57,6 +57,7 @@ LISTED: dict[tuple[str, str], str] = {
     ("adapters", "models"): "an adapter changes projections of a decoder, found by their names",
     ("cli", "server"): "the command `everystep serve` starts the server",
     ("executors", "adapters"): "an executor adds what the adapters of a feed say",
+    ("cli", "inspector"): "the command `inspect` prints what the inspector makes of a record",
 }
 # Who may write to standard output: programs, and the streamer whose work that is.
 # Compiles the kernels while the package is installed: a program, though it lies beside them.

@@ -29,6 +29,7 @@ COMMANDS = (
         "train",
         "pull",
         "models",
+        "inspect",
         "info",
         "doctor",
         "bench",

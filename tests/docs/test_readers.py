@@ -25,6 +25,7 @@ TASKS = [
     Task("serve a model over HTTP", "serving", "Serving"),
     Task("stream answers in a web", "web", "A web handler"),
     Task("JSON", "structured_output", "JSON schema"),
+    Task("let a model call my functions", "tools", "Tools and thoughts"),
     Task("compare two strategies", "compare", "Compare two strategies"),
     Task("slow", "slow", "Why is it slow?"),
     Task("save a generation and resume", "run", "Saving"),

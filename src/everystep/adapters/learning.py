@@ -46,17 +46,17 @@ class _FrozenProduct(torch.autograd.Function):
 def _back(grad: Tensor, matrix: Matrix) -> Tensor:
     """Turn a gradient (..., out) of a product into that of what was read, (..., in)."""
     rows, begin = grad.flatten(0, -2), 0
-    found: Tensor | None = None
-    for weight in weights_of(matrix):
+    weights = weights_of(matrix)
+    found = rows.new_zeros(len(rows), weights[0].shape[1])
+    for weight in weights:
         count, columns = weight.shape
         step = count if isinstance(weight, Tensor) else max(1, _STRETCH_VALUES // columns)
         for start in range(0, count, step):
             stop = min(start + step, count)
             values = dense(rows_of(weight, start, stop)).to(grad.dtype)
             own = rows[:, begin + start : begin + stop]
-            found = own @ values if found is None else found.addmm_(own, values)
+            found.addmm_(own, values)
         begin += count
-    assert found is not None  # a matrix has rows
     return found.view(*grad.shape[:-1], -1)
 
 

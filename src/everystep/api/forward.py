@@ -15,6 +15,7 @@ from everystep.cache.containers import Cache, DynamicCache, EncoderDecoderCache
 from everystep.config.kinds import is_integer, is_number, require
 from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError, nearest, shown
 from everystep.executors.positions import require_positions
+from everystep.models.vision.spec import VisionSpec
 from everystep.nn.loss import NO_LABEL, label_logprobs, label_losses
 from everystep.nn.network import Heard, Placed, holds_states
 from everystep.outputs import CausalLMOutput, encoder_states
@@ -354,9 +355,10 @@ def see_inputs(
     if input_ids is None or inputs_embeds is not None:
         do = "Pass input_ids, or the features among inputs_embeds"
         raise RequestError("a forward finds the places of features among ids", do=do)
-    if vision_of(model) is None:
+    vision = vision_of(model)
+    if vision is None:
         return _see_features(model, declared, input_ids, position_ids, named)
-    return _see_pictures(model, declared, input_ids, position_ids, mask, cache, named)
+    return _see_pictures(model, vision, declared, input_ids, position_ids, mask, cache, named)
 
 
 def _see_features(
@@ -379,6 +381,7 @@ def _see_features(
 
 def _see_pictures(
     model: Subject,
+    vision: VisionSpec,
     declared: Sequence[PromptInput],
     input_ids: Tensor,
     positions: Tensor | None,
@@ -387,8 +390,6 @@ def _see_pictures(
     named: Mapping[str, object],
 ) -> SeenInputs:
     """Return the inputs with the features of a tower at their places, on three axes."""
-    vision = vision_of(model)
-    assert vision is not None  # asked before
     if cache is not None and int(cache.get_seq_length()) and positions is None:
         do = "Pass position_ids too, or call generate"
         raise RequestError("pictures after cached positions stand at unknown positions", do=do)

@@ -17,6 +17,7 @@ from everystep.cli.doctor import doctor
 from everystep.cli.failures import exit_code_of
 from everystep.cli.generate import generate
 from everystep.cli.info import info
+from everystep.cli.inspect import inspect
 from everystep.cli.models import models, pull, quantize
 from everystep.cli.perplexity import perplexity
 from everystep.cli.serve import serve
@@ -37,6 +38,7 @@ app.command()(serve)
 app.command()(train)
 app.command()(pull)
 app.add_typer(models, name="models")
+app.command()(inspect)
 app.command()(info)
 app.command()(doctor)
 app.command()(bench)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everystep.adapters.peft_adapter import PREFIX, AdapterPlan, PeftAdapter
+from everystep.adapters.peft_adapter import AdapterPlan, PeftAdapter
 from everystep.adapters.peft_kinds import scale_patterns, setting_of
+from everystep.adapters.peft_parts import PREFIX
 from everystep.adapters.targets import Target, Targets, targets_of
 from everystep.config.kinds import is_integer, is_number, require
 from everystep.errors import RequestError, UnsupportedError, nearest, shown

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from everystep.adapters.peft_adapter import PREFIX, AdapterPlan, PeftAdapter
+from everystep.adapters.peft_adapter import AdapterPlan, PeftAdapter
 from everystep.adapters.peft_kinds import scale_patterns, setting_of
+from everystep.adapters.peft_parts import PREFIX
 from everystep.adapters.targets import targets_of
 from everystep.config.kinds import is_integer, is_number, require
 from everystep.errors import RequestError, UnsupportedError, shown

@@ -140,3 +140,124 @@ def test_it_is_what_peft_computes(form: str, name: str) -> None:
     found = logits(model, [("a", read_adapter(folder, model).now(), 1.0)])
     assert close(found, expected)
     assert not close(model.forward(READ), expected, 1e-2)
+
+
+@pytest.mark.parametrize(("form", "name"), MADE, ids=IDS)
+def test_merged_equals_unmerged_and_the_bits_come_back(
+    form: str, name: str, tmp_path: Path
+) -> None:
+    folder, expected = trained(form, name)
+    model = LanguageModel(ours(base(form)))
+    plain = model(READ).logits
+    model.load_adapter(folder, "a")
+    half = model(READ, adapters={"a": 0.5}).logits
+    model.merge_adapter(["a"])
+    assert close(model(READ).logits, expected)
+    said = model.generate(READ, max_new_tokens=3, output_logits=True, return_dict_in_generate=True)
+    assert close(said.logits[0], expected[:, -1], 1e-5)
+    model.unmerge_adapter()
+    assert torch.equal(model(READ).logits, plain)
+    model.save_pretrained(tmp_path, adapters=[("a", 0.5)])
+    assert close(es.load_model(tmp_path, dtype=torch.float64)(READ).logits, half)
+
+
+def test_what_is_written_merged_is_what_transformers_reads(tmp_path: Path) -> None:
+    for name in ("embeddings", "tokens", "whole frame"):
+        folder, expected = trained("tied", name)
+        model = LanguageModel(ours(base("tied")))
+        model.load_adapter(folder, "a")
+        model.save_pretrained(tmp_path / name, adapters=["a"])
+        settings = json.loads((tmp_path / name / "config.json").read_text())
+        assert settings["tie_word_embeddings"] == (name == "tokens")
+        theirs = type(base("tied")).from_pretrained(tmp_path / name, dtype=torch.float64)
+        with torch.no_grad():
+            assert close(theirs(READ).logits, expected)
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+ROWS: Mapping[str, tuple[tuple[str, dict[str, float] | None], ...]] = {
+    "tied": (
+        ("both", {"both": 1.0}),
+        ("tokens", {"tokens": 0.7, "whole norms": 0.5}),
+        ("none", None),
+        ("whole frame", {"whole frame": 1.0}),
+        ("turned", {"oft": 1.0, "both": 0.5}),
+        ("dora", {"a dora of the head": 0.6, "tokens": 1.0}),
+    ),
+    "qwen3_moe": (
+        ("experts", {"experts": 1.0}),
+        ("none", None),
+        ("two", {"one stack": 0.5, "experts": 0.8}),
+        ("router", {"a router": 1.0}),
+        ("whole", {"whole experts": 0.4, "a router": 0.3}),
+    ),
+}
+LENGTHS = (9, 4, 7, 5, 8, 6)
+
+
+@cache
+def with_rows(form: str) -> LanguageModel:
+    """A model with every adapter that the rows ask for."""
+    model = LanguageModel(ours(base(form)))
+    names = dict.fromkeys(name for _, mix in ROWS[form] if mix for name in mix)
+    for name in names:
+        if name == "oft":
+            made = wrapped(
+                form,
+                peft.OFTConfig(
+                    r=0, oft_block_size=8, target_modules=["q_proj", "lm_head"], init_weights=False
+                ),
+            )
+            folder = Path(mkdtemp())
+            quiet(lambda made=made, folder=folder: shaken(made).save_pretrained(folder))
+            model.load_adapter(folder, name)
+        else:
+            model.load_adapter(trained(form, name)[0], name)
+    return model
+
+
+@pytest.mark.parametrize("form", ROWS)
+@pytest.mark.parametrize("labels", [False, True])
+def test_a_row_of_a_forward_is_that_row_alone(form: str, labels: bool) -> None:
+    model, mixes = with_rows(form), [mix for _, mix in ROWS[form]]
+    torch.manual_seed(3)
+    ids = torch.randint(4, 97, (len(mixes), 7))
+    whole = model(ids, adapters=mixes, output_hidden_states=True)
+    last = model(ids, adapters=mixes, logits_to_keep=2).logits
+    losses = model(ids, adapters=mixes, labels=ids, output_logprobs=True).logprobs
+    for row, mix in enumerate(mixes):
+        own = {"adapters": mix} if mix else {}
+        alone = model(ids[row : row + 1], **own, labels=ids[row : row + 1], output_logprobs=True)
+        assert close(whole.logits[row], alone.logits[0], 1e-12)
+        assert close(last[row], alone.logits[0, -2:], 1e-12)
+        assert close(losses[row], alone.logprobs[0], 1e-6)
+
+
+@pytest.mark.parametrize("form", ROWS)
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"do_sample": True, "seed": 5}])
+def test_a_row_of_a_generation_is_that_row_alone(form: str, how: dict[str, Any]) -> None:
+    """With prompts of several lengths, whose positions an engine packs one after another."""
+    model, mixes = with_rows(form), [mix for _, mix in ROWS[form]]
+    torch.manual_seed(4)
+    longest = max(LENGTHS)
+    ids = torch.randint(4, 97, (len(mixes), longest))
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(LENGTHS[: len(mixes)]):
+        mask[row, : longest - length] = 0
+    limits = {"max_new_tokens": 5, "min_new_tokens": 5, "output_logits": True, **how}
+    limits |= {"return_dict_in_generate": True, "pad_token_id": 3, "output_hidden_states": True}
+    if how.get("do_sample"):
+        limits["seed"] = [*range(len(mixes))]
+    said = model.generate(ids, attention_mask=mask, adapters=mixes, **limits)
+    for row, (length, mix) in enumerate(zip(LENGTHS, mixes, strict=False)):
+        own = {**limits, **({"adapters": mix} if mix else {})}
+        if how.get("do_sample"):
+            own["seed"] = row
+        alone = model.generate(ids[row : row + 1, longest - length :], **own)
+        assert torch.equal(said.sequences[row, longest:], alone.sequences[0, length:])
+        if not how.get("num_beams"):
+            for one, other in zip(said.logits, alone.logits, strict=True):
+                assert close(one[row], other[0], 1e-6)
+            last = said.hidden_states[-1][-1][row], alone.hidden_states[-1][-1][0]
+            assert close(*last, 1e-6)

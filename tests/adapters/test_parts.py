@@ -6,6 +6,7 @@ import copy
 import json
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,14 +15,14 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 import everystep as es
 from everystep.adapters import read_adapter
 from everystep.api.model import LanguageModel
-from everystep.errors import FormatError, UnsupportedError
-from tests.adapters.test_kinds import READ, close, configured, logits
+from everystep.errors import UnsupportedError
+from tests.adapters.test_kinds import READ, close, logits
 from tests.models.tiny import ours, reference_decoder, with_norms
 
 FORMS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -218,8 +219,7 @@ def with_rows(form: str) -> LanguageModel:
 
 
 @pytest.mark.parametrize("form", ROWS)
-@pytest.mark.parametrize("labels", [False, True])
-def test_a_row_of_a_forward_is_that_row_alone(form: str, labels: bool) -> None:
+def test_a_row_of_a_forward_is_that_row_alone(form: str) -> None:
     model, mixes = with_rows(form), [mix for _, mix in ROWS[form]]
     torch.manual_seed(3)
     ids = torch.randint(4, 97, (len(mixes), 7))
@@ -261,3 +261,145 @@ def test_a_row_of_a_generation_is_that_row_alone(form: str, how: dict[str, Any])
                 assert close(one[row], other[0], 1e-6)
             last = said.hidden_states[-1][-1][row], alone.hidden_states[-1][-1][0]
             assert close(*last, 1e-6)
+
+
+# --- learning -------------------------------------------------------------------------------------
+
+SOME = {"r": 3, "target_modules": ["q_proj"]}
+LEARNING: Mapping[tuple[str, str], Any] = {
+    ("untied", "both"): es.LoraConfig(r=3, target_modules=["lm_head", "embed_tokens", "v_proj"]),
+    ("tied", "both"): es.LoraConfig(r=3, target_modules=BOTH, init_lora_weights="gaussian"),
+    ("untied", "a dora"): es.LoraConfig(r=3, target_modules=["lm_head"], use_dora=True),
+    ("tied", "rows at random"): es.LoraConfig(
+        r=3, target_modules=["embed_tokens"], init_lora_weights=False
+    ),
+    ("scaled", "rows"): es.LoraConfig(r=3, target_modules=["embed_tokens"]),
+    ("untied", "whole"): es.LoraConfig(
+        **SOME, modules_to_save=["lm_head", "embed_tokens", "norm", "o_proj", "k_proj"]
+    ),
+    ("tied", "whole"): es.LoraConfig(**SOME, modules_to_save=["lm_head", "input_layernorm"]),
+    ("tied", "kept tied"): es.LoraConfig(
+        **SOME, modules_to_save=["embed_tokens"], ensure_weight_tying=True
+    ),
+    ("untied", "loha"): es.LoHaConfig(
+        r=3, target_modules=["lm_head"], modules_to_save=["embed_tokens"]
+    ),
+    ("layer norms", "whole"): es.LoraConfig(
+        r=3, target_modules=["c_attn"], modules_to_save=["ln_1", "c_fc"]
+    ),
+    ("untied", "tokens"): es.LoraConfig(**SOME, trainable_token_indices=[9, 5]),
+    ("tied", "tokens"): es.LoraConfig(**SOME, trainable_token_indices=[9, 5]),
+    ("untied", "tokens of both"): es.LoraConfig(
+        **SOME, trainable_token_indices={"lm_head": [9, 5], "embed_tokens": [17]}
+    ),
+    ("mixtral", "experts"): es.LoraConfig(**SOME, target_parameters=EXPERTS),
+    ("mixtral", "one stack"): es.LoraConfig(
+        r=2, target_modules=[], target_parameters=["experts.down_proj", "gate.weight"]
+    ),
+    ("qwen3_moe", "experts"): es.LoraConfig(
+        r=2,
+        target_modules=["v_proj"],
+        target_parameters=EXPERTS,
+        rank_pattern={"experts.down_proj": 3},
+        use_rslora=True,
+    ),
+    ("qwen3_moe", "whole"): es.LoraConfig(**SOME, modules_to_save=["experts"]),
+}
+LEARNS = [f"{form}, {name}" for form, name in LEARNING]
+IDS_READ = torch.tensor([[5, 9, 17, 40, 6, 9], [17, 4, 22, 8, 8, 11]])
+LABELS = torch.tensor([[-100, 9, 17, 40, 6, 9], [17, 4, 22, -100, 8, 11]])
+
+
+def theirs(form: str, config: Any) -> Any:
+    """PEFT's model with a new adapter of this configuration."""
+    kind = peft.LoraConfig if isinstance(config, es.LoraConfig) else peft.LoHaConfig
+    base(form)  # which draws, the first time
+    torch.manual_seed(3)
+    return wrapped(form, kind(**copy.deepcopy(asdict(config))))
+
+
+def named(made: Any) -> dict[str, Tensor]:
+    """The tensors that learn in PEFT's model, by the names that it saves."""
+    found = {}
+    for name, one in made.named_parameters():
+        if one.requires_grad:
+            name = name.replace(".modules_to_save.default", "").replace(".default", "")
+            if "magnitude" in name or "hada_" in name:
+                name = name.removesuffix(".weight")
+            found[name] = one
+    return found
+
+
+@pytest.mark.parametrize(("form", "name"), LEARNING, ids=LEARNS)
+def test_it_begins_and_learns_as_pefts_does(form: str, name: str, tmp_path: Path) -> None:
+    config = LEARNING[form, name]
+    made = theirs(form, config)
+    model = LanguageModel(ours(base(form)))
+    torch.manual_seed(3)
+    adapter = model.add_adapter(config)
+    own, wanted = dict(adapter.named_parameters()), named(made)
+    assert {*own} == {*wanted}
+    for key, value in own.items():
+        assert value.is_leaf and value.dtype == torch.float64
+        assert close(value.detach(), wanted[key].detach(), 1e-12) or not value.any(), key
+    shaken_alike(wanted)
+    shaken_alike(own)
+    expected = made(IDS_READ, labels=LABELS)
+    expected.loss.backward()
+    found = model(IDS_READ, labels=LABELS, adapter_names="default")
+    assert close(found.logits.detach(), expected.logits.detach())
+    found.loss.backward()
+    for key, one in own.items():
+        assert one.grad is not None and wanted[key].grad is not None
+        # transformers takes root mean squares in float32, gradients included.
+        assert close(one.grad, wanted[key].grad, 1e-5), key
+    # And what is saved is read, here and there.
+    model.save_adapter(tmp_path, "default")
+    with torch.no_grad():
+        loaded = quiet(lambda: peft.PeftModel.from_pretrained(copy.deepcopy(base(form)), tmp_path))
+        assert close(loaded.double()(IDS_READ).logits, expected.logits.detach())
+    again = LanguageModel(ours(base(form)))
+    again.load_adapter(tmp_path)
+    logits = again(IDS_READ, adapters="default").logits
+    assert close(logits, found.logits.detach(), 1e-12)
+
+
+def shaken_alike(tensors: Mapping[str, Tensor]) -> None:
+    """Values far from doing nothing, the same for both sides."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for _, one in sorted(tensors.items()):
+            one.add_(0.2 * torch.randn(one.shape, generator=generator).to(one))
+
+
+@pytest.mark.parametrize(("form", "name"), MADE, ids=IDS)
+def test_what_peft_saved_learns_and_is_saved_again(form: str, name: str, tmp_path: Path) -> None:
+    folder, expected = trained(form, name)
+    model = LanguageModel(ours(base(form)))
+    model.load_adapter(folder, "a")
+    model.save_adapter(tmp_path, "a")
+    files = [load_file(one / "adapter_model.safetensors") for one in (folder, tmp_path)]
+    assert {*files[0]} == {*files[1]}
+    assert all(torch.equal(one, files[1][key]) for key, one in files[0].items())
+    with torch.no_grad():
+        loaded = quiet(lambda: peft.PeftModel.from_pretrained(copy.deepcopy(base(form)), tmp_path))
+        assert close(loaded.double()(READ).logits, expected)
+    if name == "ranks kept tied" and form == "tied":
+        with pytest.raises(UnsupportedError, match="ensure_weight_tying"):
+            model.load_adapter(folder, "b", is_trainable=True)
+        return
+    adapter = model.load_adapter(folder, "b", is_trainable=True)
+    assert adapter is not None
+    made = quiet(
+        lambda: peft.PeftModel.from_pretrained(
+            copy.deepcopy(base(form)), folder, is_trainable=True
+        ).double()
+    )
+    made.eval()
+    made(IDS_READ, labels=LABELS).loss.backward()
+    model(IDS_READ, labels=LABELS, adapters="b").loss.backward()
+    wanted = [one.grad for one in made.parameters() if one.requires_grad]
+    own = [one.grad for one in adapter.parameters()]
+    assert len(wanted) == len(own) > 0
+    sums = [sorted(float(one.square().sum()) for one in each) for each in (own, wanted)]
+    assert sums[0] == pytest.approx(sums[1], rel=1e-5, abs=1e-20)

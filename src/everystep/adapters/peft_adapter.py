@@ -124,7 +124,8 @@ class AdapterPlan:
     def beside_gradients(self) -> tuple[str, ...]:
         """The keys by which PEFT changes it by other means than gradients while it learns."""
         keys: tuple[str, ...] = _BESIDE_GRADIENTS
-        if {TABLE, HEAD} <= {target.key for target, _ in self.modules}:
+        tied = self.model.spec.tied
+        if tied and {TABLE, HEAD} <= {target.key for target, _ in self.modules}:
             keys = (*keys, "ensure_weight_tying")  # two tensors in one memory, both of which learn
         if any(isinstance(part, ExpertsPart) for part in self.parts):
             keys = (*keys, "lora_dropout")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast, final
 
@@ -40,8 +40,8 @@ from everystep.nn.linear import dense
 
 PREFIX = "base_model.model."
 TOKENS = "trainable_tokens_delta"
-_BASE = ".base_layer"
-_OF_EXPERTS = re.compile(rf"(.+?)((?:\{_BASE})*)\.lora_([AB])\.weight")
+BASE = ".base_layer"
+_OF_EXPERTS = re.compile(rf"(.+?)((?:\{BASE})*)\.lora_([AB])\.weight")
 
 Change = AdapterChange | NormChange
 Held = Mapping[str, Tensor]
@@ -235,7 +235,7 @@ def sorted_parts(
     experts: dict[str, dict[int, dict[str, str]]] = {}
     homes = {name.rpartition(".")[0] for name in known.stacks}
     modules = {*known.maps, *known.norms}
-    saved = _saved_modules(config, known)
+    saved = saved_modules(config, known)
     frame = {known.table.module, known.head.module}
     for name in names:
         body = name.removeprefix(PREFIX).replace(".modules_to_save.", ".")
@@ -244,10 +244,10 @@ def sorted_parts(
         if what == TOKENS:
             tokens[module.removesuffix(".token_adapter")] = name
         elif matched is not None and matched[1] in homes:
-            depth = len(matched[2]) // len(_BASE)
+            depth = len(matched[2]) // len(BASE)
             experts.setdefault(matched[1], {}).setdefault(depth, {})[f"lora_{matched[3]}"] = name
-        elif module.removesuffix(_BASE) in frame and module.endswith(_BASE):
-            base.setdefault(module.removesuffix(_BASE), {})[what] = name
+        elif module.removesuffix(BASE) in frame and module.endswith(BASE):
+            base.setdefault(module.removesuffix(BASE), {})[what] = name
         elif body in known.stacks and body in saved:
             whole[body] = {"weight": name}
         elif what in ("weight", "bias") and module in modules and module in (saved | frame):
@@ -264,6 +264,41 @@ def sorted_parts(
     return left, tuple(parts)
 
 
+def own_values(config: Fields, model: Model, known: AdaptableParts) -> dict[str, Tensor]:
+    """Return the tensors with which whole modules and rows of tokens begin, by PEFT's names: the
+    model's own values, so that nothing is changed at first."""
+    network, found = cast(Decoder, model.network), dict[str, Tensor]()
+    saved = saved_modules(config, known)
+    frame = {known.table.module, known.head.module}
+    if known.tied and config.flag("ensure_weight_tying", False) and saved & frame:
+        saved |= frame
+    for module in sorted(saved):
+        name = f"{PREFIX}{module}"
+        if module in known.stacks:
+            keys = known.stacks[module].keys
+            found[name] = torch.stack([dense(part_at(network, key).matrix()) for key in keys])
+        elif module in known.norms:
+            norm = known.norms[module].norm(model)
+            found |= {f"{name}.{what}": one for what, one in _held(norm.weight, norm.bias)}
+        else:
+            target = known.maps[module]
+            bias = target.bias(model)
+            weight = target.part.stored_values(target.matrix(model))
+            stored = None if bias is None else target.part.stored(bias)
+            found |= {f"{name}.{what}": one for what, one in _held(weight, stored)}
+    for module, ids in asked_tokens(config, known, ()).items():
+        table = known.table if module == known.table.module else known.head
+        rows = table.matrix(model)[torch.tensor(ids, device=model.device)]
+        found[f"{PREFIX}{module}.token_adapter.{TOKENS}"] = rows
+    return {name: one.detach().clone() for name, one in found.items()}
+
+
+def _held(weight: Tensor, bias: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+    yield "weight", weight
+    if bias is not None:
+        yield "bias", bias
+
+
 def _listed(config: Fields, key: str) -> list[str]:
     """Return the names under a key; FormatError where it holds anything else."""
     given = config.values.get(key) or []
@@ -272,7 +307,7 @@ def _listed(config: Fields, key: str) -> list[str]:
     return given
 
 
-def _saved_modules(config: Fields, known: AdaptableParts) -> set[str]:
+def saved_modules(config: Fields, known: AdaptableParts) -> set[str]:
     """Return the modules, and stacks of experts, that were trained as a whole.
 
     As in PEFT a name is the end of a module's; what lies inside of the module is trained too.
@@ -326,45 +361,56 @@ def _whole_parts(
             yield WholeMap(known.maps[module], held)
 
 
-def _token_parts(
-    config: Fields, held: Mapping[str, str], known: AdaptableParts
-) -> Iterator[AdapterPart]:
-    """Yield the rows of tokens; FormatError where tensors and the configuration do not agree."""
-    key = (
-        "token_indices"
-        if config.values.get("peft_type") == "TRAINABLE_TOKENS"
-        else ("trainable_token_indices")
-    )
+def asked_tokens(
+    config: Fields, known: AdaptableParts, held: Collection[str]
+) -> dict[str, tuple[int, ...]]:
+    """Return the ids of tokens by the modules whose rows they are, without a head that follows the
+    table; `held`: the modules that have tensors for them.
+
+    Raise FormatError for what are no ids, and UnsupportedError for other modules.
+    """
+    key = _tokens_key(config)
     value = config.values.get(key)
-    given = value if isinstance(value, dict) else dict.fromkeys(held or [known.table.module], value)
     if not value and not held:
-        return
-    size = known.table.shape[0]
-    frame = {one.module: one for one in (known.table, known.head)}
-    asked: dict[str, tuple[int, ...]] = {}
+        return {}
+    given = value if isinstance(value, dict) else dict.fromkeys(held or [known.table.module], value)
+    frame = known.table.module, known.head.module
+    found: dict[str, tuple[int, ...]] = {}
     for name, ids in given.items():
         module = next((one for one in frame if one.endswith(name)), None)
         if module is None:
             what = f"{config.where}: {key} names what is neither embeddings nor a head"
             raise UnsupportedError(what, wanted=", ".join(frame), got=shown(name))
-        asked[module] = tokens_of(config, key, ids, size)
-    tied = known.tied and known.table.module in asked
-    if tied and asked.get(known.head.module) == asked[known.table.module]:
-        del asked[known.head.module]  # PEFT leaves it to the table, and may save it twice
-    elif known.head.module in asked:
-        tied = False
-    own = {*held} - ({known.head.module} if tied else set())
+        found[module] = tokens_of(config, key, ids, known.table.shape[0])
+    if known.tied and found.get(known.head.module) == found.get(known.table.module):
+        found.pop(known.head.module, None)  # PEFT leaves it to the table
+    return found
+
+
+def _tokens_key(config: Fields) -> str:
+    alone = config.values.get("peft_type") == "TRAINABLE_TOKENS"
+    return "token_indices" if alone else "trainable_token_indices"
+
+
+def _token_parts(
+    config: Fields, held: Mapping[str, str], known: AdaptableParts
+) -> Iterator[AdapterPart]:
+    """Yield the rows of tokens; FormatError where tensors and the configuration do not agree."""
+    asked = asked_tokens(config, known, held)
+    table, head = known.table.module, known.head.module
+    tied = known.tied and table in asked and head not in asked
+    own = {*held} - ({head} if tied else set())
     if own != {*asked}:
         wanted = ", ".join(f"{one}...{TOKENS}" for one in sorted(asked)) or "no such tensors"
-        what = f"{config.where}: {key} and the adapter's tensors do not agree"
+        what = f"{config.where}: {_tokens_key(config)} and the adapter's tensors do not agree"
         raise FormatError(what, wanted=wanted, got=", ".join(sorted(held)) or "none")
     for module, ids in asked.items():
-        targets = (frame[module],)
-        if tied and module == known.table.module:
+        targets = (known.table,) if module == table else (known.head,)
+        if tied:
             targets = (known.table, known.head)
         yield TokenPart(targets, ids, {TOKENS: held[module]})
-    if tied and (twice := held.get(known.head.module)) is not None:
-        yield Twin({TOKENS: twice}, held[known.table.module])
+    if tied and (twice := held.get(head)) is not None:
+        yield Twin({TOKENS: twice}, held[table])
 
 
 def _experts_parts(

@@ -1,6 +1,6 @@
-"""Changes of a model's projections, chosen by each request for itself."""
+"""Changes of a model's maps, chosen by each request for itself."""
 
-from everystep.adapters.adapter import Adapter, Mix, adapted, merged
+from everystep.adapters.adapter import EVERY_PART, Adapter, Mix, adapted, merged
 from everystep.adapters.changes import AdapterChange, Delta
 from everystep.adapters.known import (
     Adapters,
@@ -19,6 +19,7 @@ from everystep.adapters.peft_folder import read_adapter, write_adapter
 from everystep.adapters.weighted import Combination, weighted_adapter
 
 __all__ = [
+    "EVERY_PART",
     "Adapter",
     "AdapterChange",
     "AdapterConfig",

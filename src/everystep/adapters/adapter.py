@@ -36,11 +36,13 @@ from everystep.nn.places import places_among
 ROLES = ("qkv", "out", "up", "down")  # the projections of a layer that adapters change
 TABLE, HEAD = "embed", "head"  # the keys of the table of embeddings and of the head
 _PARTS = {
-    "embeddings": re.compile(TABLE),
-    "a head": re.compile(HEAD),
-    "experts": re.compile(r"layers\.\d+\.experts\..*"),
+    "changed embeddings": re.compile(TABLE),
+    "a changed head": re.compile(HEAD),
+    "changed experts": re.compile(r"layers\.\d+\.experts\..*"),
 }
-"""The parts of a model beside the projections of its layers, by the keys of what changes them."""
+_NORMS = "changed norms"
+EVERY_PART = frozenset({*_PARTS, _NORMS})
+"""The abilities of an executor that runs an adapter whatever it changes beside projections."""
 
 Mix = tuple[tuple[str, float], ...]
 """(name, weight) pairs of adapters, the innermost first."""
@@ -63,13 +65,14 @@ class Adapter:
         object.__setattr__(self, "adds", all(isinstance(one, Addition) for one in changes))
 
     @property
-    def beside(self) -> frozenset[str]:
-        """The parts of the model that it changes beside the projections of layers, in words: they
-        are changed on torch operators alone."""
-        found = (
-            name for name, one in _PARTS.items() if any(one.fullmatch(key) for key in self.targets)
-        )
-        return frozenset((*found, *(("norms",) if self.norms else ())))
+    def needs(self) -> frozenset[str]:
+        """The abilities that an executor must have to run it; see `EVERY_PART`.
+
+        One that knows adapters of projections alone is not given any other: what is missing there
+        is the reason that is told.
+        """
+        found = (name for name, one in _PARTS.items() if any(map(one.fullmatch, self.targets)))
+        return frozenset(("adapters", *found, *((_NORMS,) if self.norms else ())))
 
     def digest(self) -> str:
         """Return a text that is equal for adapters that agree in every bit."""

@@ -182,6 +182,12 @@ class PeftAdapter:
         }
 
     @property
+    def has_parts(self) -> bool:
+        """True if it changes embeddings or experts, or holds whole modules or rows of tokens."""
+        by_rows = any(target.key == TABLE for target, _ in self._plan.modules)
+        return by_rows or bool(self._plan.parts)
+
+    @property
     def learns(self) -> bool:
         """True if any of its tensors require gradients."""
         return any(one.requires_grad for one in self._tensors.values())

@@ -244,12 +244,11 @@ def _refuse_twice(
     modules: Sequence[str], homes: Sequence[str], whole: Mapping[str, Tensor]
 ) -> None:
     """Refuse a module that is asked for in two ways, which PEFT refuses too."""
-    held = {name.removeprefix(PREFIX).rpartition(".")[0] for name in whole}
-    held = {one.removesuffix(".token_adapter") for one in held} | {
-        name.removeprefix(PREFIX) for name in whole
-    }
-    inside = {one for one in (*modules, *homes) if one in held}
-    inside |= {*modules} & {*homes}
+    bodies = [name.removeprefix(PREFIX) for name in whole]
+    each = {one.rpartition(".")[0] for one in bodies}
+    rows = {one.removesuffix(".token_adapter") for one in each if one.endswith(".token_adapter")}
+    held = {*bodies, *each}
+    inside = ({*modules, *homes} & (held | rows)) | ({*modules} & {*homes}) | (rows & held)
     if inside:
         raise RequestError(
             "a module is asked for in two ways",

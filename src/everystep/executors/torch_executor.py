@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.adapters import Adapter, adapted
+from everystep.adapters import EVERY_PART, Adapter, adapted
 from everystep.cache.context import CacheContext
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.cache.plan import Plan, runs
@@ -71,7 +71,7 @@ class TorchExecutor:
         if not self.cache.forgets:
             able.add("cut")
         if isinstance(network, Decoder):
-            able.update({"adapters", *map(adapter_ability, self._adapters)})
+            able.update({"adapters", *EVERY_PART, *map(adapter_ability, self._adapters)})
         # Models with an encoder have relative positions only, recurrent layers none at all.
         if any(isinstance(one, Full | Window) for layer in network.stores for one in layer):
             own = {"encoder"} if network.encodes else {"positions", "mask"}

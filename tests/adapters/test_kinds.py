@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import everystep as es
-from everystep.adapters import Adapter, adapted, read_adapter
+from everystep.adapters import Adapter, AdapterUse, adapted, read_adapter
 from everystep.adapters.peft_adapter import _IDLE
 from everystep.adapters.peft_kinds import KINDS
 from everystep.errors import FormatError, UnsupportedError
@@ -122,9 +122,8 @@ def trained(form: str, name: str) -> tuple[Path, Tensor]:
 
 def logits(model: Model, mix: Sequence[tuple[str, Adapter, float]]) -> Tensor:
     """Of a prompt whose positions all ask for the mix."""
-    pairs = tuple((name, weight) for name, _, weight in mix)
-    known = {name: adapter for name, adapter, _ in mix}
-    network = adapted(model.network, known, [(pairs, torch.arange(READ.shape[1]))])
+    uses = tuple(AdapterUse(name, weight, adapter) for name, adapter, weight in mix)
+    network = adapted(model.network, [(uses, torch.arange(READ.shape[1]))])
     return Model(model.config, model.spec, network).forward(READ)
 
 

@@ -1,10 +1,25 @@
 """Changes of a model's maps, chosen by each request for itself."""
 
-from everystep.adapters.adapter import EVERY_PART, Adapter, Mix, adapted, merged
-from everystep.adapters.changes import AdapterChange, Delta
+from everystep.adapters.adapter import (
+    EVERY_PART,
+    Adapter,
+    AdapterUse,
+    Mix,
+    adapted,
+    merged,
+    ordered,
+    uses_of,
+)
+from everystep.adapters.changes import (
+    EVERY_CHANGE,
+    AdapterChange,
+    Delta,
+    Dense,
+    Magnitude,
+    OutputScaling,
+)
 from everystep.adapters.known import (
     Adapters,
-    as_they_are,
     let_follow,
     require_adapter,
     require_free,
@@ -19,28 +34,34 @@ from everystep.adapters.peft_folder import read_adapter, write_adapter
 from everystep.adapters.weighted import Combination, weighted_adapter
 
 __all__ = [
+    "EVERY_CHANGE",
     "EVERY_PART",
     "Adapter",
     "AdapterChange",
     "AdapterConfig",
+    "AdapterUse",
     "Adapters",
     "Combination",
     "Delta",
+    "Dense",
     "LoHaConfig",
     "LoraConfig",
+    "Magnitude",
     "Mix",
+    "OutputScaling",
     "PeftAdapter",
     "adapted",
-    "as_they_are",
     "learning",
     "let_follow",
     "merged",
     "new_adapter",
+    "ordered",
     "read_adapter",
     "read_adding",
     "read_loading",
     "require_adapter",
     "require_free",
+    "uses_of",
     "weighted_adapter",
     "with_adapter",
     "without_adapter",

@@ -15,11 +15,12 @@ a position without adapters keeps its bits, whatever its neighbours ask for.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -32,12 +33,13 @@ from everystep.nn.experts import Experts
 from everystep.nn.linear import LinearMap, Matrix, dense
 from everystep.nn.norm import Norm
 from everystep.nn.places import places_among
+from everystep.types import Extra
 
 ROLES = ("qkv", "out", "up", "down")  # the projections of a layer that adapters change
 TABLE, HEAD = "embed", "head"  # the keys of the table of embeddings and of the head
 _PARTS = {
     "changed embeddings": re.compile(TABLE),
-    "a changed head": re.compile(HEAD),
+    "changed heads": re.compile(HEAD),
     "changed experts": re.compile(r"layers\.\d+\.experts\..*"),
 }
 _NORMS = "changed norms"
@@ -47,32 +49,34 @@ EVERY_PART = frozenset({*_PARTS, _NORMS})
 Mix = tuple[tuple[str, float], ...]
 """(name, weight) pairs of adapters, the innermost first."""
 
+_NUMBERS = itertools.count()
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Adapter:
     """The changes of each map by its key, as "layers.0.qkv", and of `norms` by theirs.
 
     Projections that read the same input are one matrix in a decoder, so one may have several. Those
     of the table all add. `adds`: whether all of them add, so that their order makes no difference.
+    `needs`: the abilities that an executor must have to make them, see `EVERY_CHANGE` and
+    `EVERY_PART`: what is missing is the reason that is told. `number`: one that no other adapter of
+    this process has had.
     """
 
     targets: Mapping[str, tuple[AdapterChange, ...]]
     norms: Mapping[str, NormChange] = field(default_factory=dict)
     adds: bool = field(init=False)
+    needs: frozenset[str] = field(init=False)
+    number: int = field(init=False)
 
     def __post_init__(self) -> None:
         changes = [one for each in self.targets.values() for one in each]
         object.__setattr__(self, "adds", all(isinstance(one, Addition) for one in changes))
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The abilities that an executor must have to run it; see `EVERY_PART`.
-
-        One that knows adapters of projections alone is not given any other: what is missing there
-        is the reason that is told.
-        """
-        found = (name for name, one in _PARTS.items() if any(map(one.fullmatch, self.targets)))
-        return frozenset(("adapters", *found, *((_NORMS,) if self.norms else ())))
+        needs = {one.needs for one in changes if one.needs is not None}
+        parts = {name for name, one in _PARTS.items() if any(map(one.fullmatch, self.targets))}
+        parts |= {_NORMS} if self.norms else set()
+        object.__setattr__(self, "needs", frozenset({"adapters", *needs, *parts}))
+        object.__setattr__(self, "number", next(_NUMBERS))
 
     def digest(self) -> str:
         """Return a text that is equal for adapters that agree in every bit."""
@@ -260,7 +264,37 @@ def _unties(
 
 # --- in a step ------------------------------------------------------------------------------------
 
-_Use = tuple[Adapter, Tensor, Tensor]
+
+class AdapterUse(NamedTuple):
+    """An adapter in a mix, with its name and weight there."""
+
+    name: str
+    weight: float
+    adapter: Adapter
+
+
+Uses = tuple[AdapterUse, ...]
+"""A mix whose names are resolved, the innermost adapter first."""
+
+
+def uses_of(extra: Extra) -> Uses:
+    """Return what a feed asks for."""
+    pairs = zip(extra.adapters, cast(tuple[Adapter, ...], extra.resolved), strict=True)
+    return tuple(AdapterUse(name, weight, adapter) for (name, weight), adapter in pairs)
+
+
+def ordered(uses: Uses) -> Uses:
+    """Return the uses in the order in which they are computed: by name where all of them add, so
+    that it does not matter in which order they were named."""
+    adds = all(one.adapter.adds for one in uses)
+    return tuple(sorted(uses, key=_place)) if adds else uses
+
+
+def _place(use: AdapterUse) -> tuple[str, int, float]:
+    return use.name, use.adapter.number, use.weight
+
+
+_Together = tuple[Adapter, Tensor, Tensor]
 """An adapter in a step: the positions (n,) that want it, and with which weights (n, 1)."""
 
 
@@ -364,21 +398,21 @@ class AdaptedRows:
         return rows
 
 
-AskedAdapters = Iterable[tuple[Mix, Tensor]]
-"""Mixes of known adapters, and the positions (n,) that want them."""
+AskedAdapters = Iterable[tuple[Uses, Tensor]]
+"""Mixes of adapters, and the positions (n,) that want them."""
 
 
-def adapted(decoder: Decoder, adapters: Mapping[str, Adapter], asked: AskedAdapters) -> Decoder:
+def adapted(decoder: Decoder, asked: AskedAdapters) -> Decoder:
     """Return the decoder for one step over N positions, some of which ask for adapters."""
     wanted = [(mix, places.to(decoder.device)) for mix, places in asked]
-    sums = [one for one in wanted if all(adapters[name].adds for name, _ in one[0])]
-    nested = [one for one in wanted if not all(adapters[name].adds for name, _ in one[0])]
-    uses = _uses(decoder, adapters, sums)
+    sums = [one for one in wanted if all(use.adapter.adds for use in one[0])]
+    nested = [one for one in wanted if not all(use.adapter.adds for use in one[0])]
+    uses = _together(decoder, sums)
 
     def changed(key: str, base: Any) -> Any:
         if isinstance(base, Norm):
             found = (
-                ([(adapters[n].norms[key], w) for n, w in mix if key in adapters[n].norms], at)
+                ([(u.adapter.norms[key], u.weight) for u in mix if key in u.adapter.norms], at)
                 for mix, at in wanted
             )
             return norm_with(base, [one for one in found if one[0]])
@@ -387,16 +421,14 @@ def adapted(decoder: Decoder, adapters: Mapping[str, Adapter], asked: AskedAdapt
             for adapter, places, weights in uses
             for change in additions_of(adapter, key)
         )
-        nests = tuple(
-            _Nest(places, parts) for mix, places in nested if (parts := _parts(key, adapters, mix))
-        )
+        nests = tuple(_Nest(places, parts) for mix, places in nested if (parts := _parts(key, mix)))
         return _AdaptedLinear(base, base.bias, added, nests) if added or nests else base
 
-    keys = {key for mix, _ in wanted for name, _ in mix for key in adapters[name].changed}
+    keys = {key for mix, _ in wanted for use in mix for key in use.adapter.changed}
     made = rebuilt(decoder, keys, changed)
     rows = tuple(
         (change, places, weights)
-        for adapter, places, weights in _uses(decoder, adapters, wanted)
+        for adapter, places, weights in _together(decoder, wanted)
         for change in additions_of(adapter, TABLE)
     )
     return replace(made, changes_rows=AdaptedRows(rows)) if rows else made
@@ -407,28 +439,26 @@ def additions_of(adapter: Adapter, key: str) -> list[Addition]:
     return [one for one in adapter.targets.get(key, ()) if isinstance(one, Addition)]
 
 
-def _parts(
-    key: str, adapters: Mapping[str, Adapter], mix: Mix
-) -> tuple[tuple[tuple[AdapterChange, float], ...], ...]:
+def _parts(key: str, mix: Uses) -> tuple[tuple[tuple[AdapterChange, float], ...], ...]:
     """Return the changes that a mix makes of one projection, by the rows that they change."""
     found: dict[int, list[tuple[AdapterChange, float]]] = {}
-    for name, weight in mix:
-        for change in adapters[name].targets.get(key, ()):
-            found.setdefault(change.start, []).append((change, weight))
+    for use in mix:
+        for change in use.adapter.targets.get(key, ()):
+            found.setdefault(change.start, []).append((change, use.weight))
     return tuple(map(tuple, found.values()))
 
 
-def _uses(decoder: Decoder, adapters: Mapping[str, Adapter], asked: AskedAdapters) -> list[_Use]:
+def _together(decoder: Decoder, asked: AskedAdapters) -> list[_Together]:
     """Return each adapter once, with all positions that ask for it, by name: so the order in which
     a position's sum is taken does not depend on its neighbours."""
-    found: dict[str, list[tuple[Tensor, float]]] = {}
+    found: dict[tuple[str, int], list[tuple[Tensor, AdapterUse]]] = {}
     for mix, places in asked:
-        for name, weight in mix:
-            found.setdefault(name, []).append((places, weight))
+        for use in mix:
+            found.setdefault((use.name, use.adapter.number), []).append((places, use))
     uses = []
-    for name, wanted in sorted(found.items()):
+    for _, wanted in sorted(found.items(), key=lambda one: one[0]):
         places = torch.cat([at for at, _ in wanted])
-        each = [torch.full((len(at), 1), weight, dtype=torch.float64) for at, weight in wanted]
+        each = [torch.full((len(at), 1), use.weight, dtype=torch.float64) for at, use in wanted]
         weights = torch.cat(each).to(decoder.device, decoder.dtype)
-        uses.append((adapters[name], places, weights))
+        uses.append((wanted[0][1].adapter, places, weights))
     return uses

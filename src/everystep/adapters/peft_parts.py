@@ -238,7 +238,7 @@ def sorted_parts(
     saved = saved_modules(config, known)
     frame = {known.table.module, known.head.module}
     for name in names:
-        body = name.removeprefix(PREFIX).replace(".modules_to_save.", ".")
+        body = known.in_whole(name.removeprefix(PREFIX).replace(".modules_to_save.", "."))
         module, _, what = body.rpartition(".")
         matched = _OF_EXPERTS.fullmatch(body)
         if what == TOKENS:

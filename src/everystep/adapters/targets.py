@@ -7,7 +7,7 @@ routers and experts of mixtures, and norms, which adapters hold as a whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ _NORM = re.compile(r"(layers\.\d+\.(attention|mlp)(_post)?_norm|layers\.\d+\.[qk
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A map, or some of its rows: its `module` in a checkpoint, and its `shape` (rows, in).
+    """A map, or some of its rows: its `module` in other libraries, and its `shape` (rows, in).
 
     `key`: of the network's map, as "layers.0.qkv". `part`: how its rows lie there.
     """
@@ -89,7 +89,8 @@ class AdaptableParts:
     """What adapters change of a model, by the names of modules.
 
     `stacks`: of experts, by the names of their parameters, which have no module of their own.
-    `head`: of the map, also where it is the table.
+    `head`: of the map, also where it is the table. `in_whole`: gives the name of a module in the
+    whole model, of a name in its text part alone.
     """
 
     projections: Targets
@@ -99,6 +100,7 @@ class AdaptableParts:
     stacks: Mapping[str, ExpertStack]
     norms: Mapping[str, NormTarget]
     tied: bool
+    in_whole: Callable[[str], str]
 
     @property
     def maps(self) -> Targets:
@@ -143,22 +145,24 @@ def parts_of(model: Model) -> AdaptableParts:
         key = one.key.rpartition(".")[0]
         if _NORM.fullmatch(one.key):
             (part,) = one.parts
-            module = part.name.rpartition(".")[0]
+            module = family.in_whole(part.name.rpartition(".")[0])
             norms[module] = NormTarget(module, key, one.shape[0])
         elif one.key == TABLE:
             (part,) = one.parts
-            table = Target(part.name.removesuffix(".weight"), TABLE, part, size)
+            name = family.in_whole(part.name.removesuffix(".weight"))
+            table = Target(name, TABLE, part, size)
         elif _EXPERT.fullmatch(one.key) and (stack := one.parts[0].stack) is not None:
-            stacks.setdefault(stack.name, []).append((stack.index, key))
-            shapes[stack.name] = one.shape[0], one.shape[1]
+            name = family.in_whole(stack.name)
+            stacks.setdefault(name, []).append((stack.index, key))
+            shapes[name] = one.shape[0], one.shape[1]
         elif _ROUTER.fullmatch(one.key):
             (part,) = one.parts
             # transformers has the router under the last of its names.
-            name = (part.others or (part.name,))[-1].removesuffix(".weight")
+            name = family.in_whole((part.others or (part.name,))[-1].removesuffix(".weight"))
             routers[name] = Target(name, key, part, (one.shape[0], one.shape[1]))
         elif _PROJECTION.fullmatch(one.key):
             for part in one.parts:
-                name = part.name.removesuffix(".weight")
+                name = family.in_whole(part.name.removesuffix(".weight"))
                 shape = part.stop - part.start, one.shape[1]
                 projections[name] = Target(name, key, part, shape)
     assert table is not None  # every decoder has one
@@ -166,7 +170,7 @@ def parts_of(model: Model) -> AdaptableParts:
     return AdaptableParts(
         projections,
         table,
-        Target(head.name.removesuffix(".weight"), HEAD, head, size),
+        Target(family.in_whole(head.name.removesuffix(".weight")), HEAD, head, size),
         routers,
         {
             name: ExpertStack(tuple(key for _, key in sorted(keys)), shapes[name])
@@ -174,11 +178,13 @@ def parts_of(model: Model) -> AdaptableParts:
         },
         norms,
         model.spec.tied,
+        family.in_whole,
     )
 
 
-def require_target(targets: Targets, module: str) -> Target:
+def require_target(targets: Targets, module: str, model: Model) -> Target:
     """Return the map of a module; UnsupportedError where it is anything else."""
+    module = find_family(model.config.model_type).in_whole(module)
     if module not in targets:
         close = nearest(module, targets)
         raise UnsupportedError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack, cast, final
 
@@ -44,6 +44,7 @@ from everystep.requests.rectangles import with_prompt
 from everystep.requests.subject import Subject
 from everystep.shown import counted, counted_bytes, cut
 from everystep.speech.transcribe import transcribe
+from everystep.types import ResolvedAdapter
 
 if TYPE_CHECKING:
     from everystep.requests.keywords import ModelOptions
@@ -169,6 +170,9 @@ class LanguageModel(LoopMethods, Subject):
         layers: int | None = None,
     ) -> Executor:
         return self._held.executor(needs, quantization, layers)
+
+    def resolved(self, adapters: Iterable[str]) -> Mapping[str, ResolvedAdapter]:
+        return self._held.resolved(adapters)
 
     def digest(self, adapters: Iterable[str] = ()) -> str:
         return self._held.digest(adapters)

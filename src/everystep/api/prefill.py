@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from torch import nn
 
+from everystep.adapters import Mix
 from everystep.api.model import LanguageModel, paired
 from everystep.draws import SeededDraws
 from everystep.drivers.driver import Driver, finished
@@ -24,7 +25,7 @@ from everystep.requests.reading import read_options
 from everystep.requests.rectangles import read_inputs
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Greedy
-from everystep.types import Past, Prompt, Request, Wants
+from everystep.types import Past, Prompt, Request, ResolvedAdapter, Wants
 
 if TYPE_CHECKING:
     from everystep.requests.keywords import PromptInputs
@@ -89,9 +90,10 @@ def prefill(
     (own,) = read.prompts
     require_whole(own)
     (adapters,) = adapters_of(options.adapters, 1)
+    resolved = options.resolved_of(adapters)
     with inference_mode():
-        past = _held(model, own, read.values, read.pictures, adapters)
-    return Prefix(replace(own, past=None), past, model.core, adapters)
+        past = _held(model, own, read.values, read.pictures, adapters, resolved)
+    return Prefix(replace(own, past=None), past, model.core, adapters, resolved)
 
 
 def _refuse_choices(given: Mapping[str, object]) -> None:
@@ -111,7 +113,8 @@ def _held(
     prompt: Prompt,
     values: Rows = (),
     pictures: Sequence[Pictures] = (),
-    adapters: tuple[tuple[str, float], ...] = (),
+    adapters: Mix = (),
+    resolved: tuple[ResolvedAdapter, ...] = (),
 ) -> Past:
     """Return the past of a row after the whole prompt, features of values and pictures included."""
     request = Request(
@@ -123,6 +126,7 @@ def _held(
         wants=Wants(cache=True),
         linger=True,
         adapters=adapters,
+        resolved=resolved,
     )
     requests = with_features(model.prompt_inputs, (request,), values, model.width)
     (request,) = with_pictures(model, requests, pictures) if any(pictures) else requests

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from everystep.adapters import Mix
 from everystep.api.model import LanguageModel, paired
 from everystep.config.kinds import is_integer
 from everystep.draws import SeededDraws
@@ -32,7 +33,7 @@ from everystep.requests.rectangles import read_inputs
 from everystep.shown import progress_bar, table
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Greedy
-from everystep.types import Prompt, Request, Wants
+from everystep.types import Prompt, Request, ResolvedAdapter, Wants
 
 _WINDOW = 2048
 """Positions of a window where the model knows no context."""
@@ -191,7 +192,8 @@ def score(
     found: list[list[tuple[Tensor, ...]]] = [[] for _ in rows]
     spans = [span for row in read for span in _spans(row, window, stride)]
     with inference_mode(), progress_bar(progress, spans, "windows") as advance:
-        for one, known in _run(model, _windows(model, read, window, stride), best, adapters):
+        windows = _windows(model, read, window, stride)
+        for one, known in _run(model, windows, best, adapters, options.resolved_of(adapters)):
             found[one.row].append(known)
             advance()
     sizes = [len(one.encode("utf-8", "replace")) if isinstance(one, str) else None for one in rows]
@@ -313,7 +315,8 @@ def _run(
     model: LanguageModel,
     windows: Iterator[_Window],
     best: int,
-    adapters: tuple[tuple[str, float], ...],
+    adapters: Mix,
+    resolved: tuple[ResolvedAdapter, ...],
 ) -> Iterator[tuple[_Window, tuple[Tensor, ...]]]:
     """Yield each window with the likelihoods of its tokens; several are read at once."""
     wants, driver = Wants(prompt_logprobs=best), None
@@ -327,6 +330,7 @@ def _run(
                 stops=(MaxLength(0),),
                 wants=wants,
                 adapters=adapters,
+                resolved=resolved,
             )
             for number, one in enumerate(taken)
         ]

@@ -24,7 +24,6 @@ from everystep.adapters import (
     Combination,
     Mix,
     PeftAdapter,
-    as_they_are,
     learning,
     let_follow,
     new_adapter,
@@ -70,6 +69,7 @@ from everystep.models.decoder import Decoder
 from everystep.models.load import usable_device
 from everystep.requests.features import PromptInput, own_inputs
 from everystep.requests.subject import Subject
+from everystep.types import ResolvedAdapter
 
 # Weights are read once, unless they can change.
 _DIGESTS: WeakKeyDictionary[Model, str] = WeakKeyDictionary()
@@ -250,14 +250,11 @@ class OwnSubject(Holder):
         layers: int | None = None,
     ) -> Executor:
         core = self._core if layers is None else first_layers(self._core, layers)
-        return open_executor(
-            core,
-            self._executor_name,
-            needs,
-            quantization,
-            self._cache_dtype,
-            as_they_are(self._adapters) if self._adapters else None,
-        )
+        name, kept = self._executor_name, self._cache_dtype
+        return open_executor(core, name, needs, quantization, kept)
+
+    def resolved(self, adapters: Iterable[str]) -> Mapping[str, ResolvedAdapter]:
+        return {name: require_adapter(self._adapters, name).now() for name in adapters}
 
     def digest(self, adapters: Iterable[str] = ()) -> str:
         core = self._core
@@ -502,6 +499,9 @@ class WrappedSubject(Holder):
                 do="Leave cache_implementation out",
             )
         return self._core.executor()
+
+    def resolved(self, adapters: Iterable[str]) -> Mapping[str, ResolvedAdapter]:
+        return {}
 
     def digest(self, adapters: Iterable[str] = ()) -> str:
         """Return the digest of the module, whose adapters are part of it."""

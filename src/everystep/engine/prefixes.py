@@ -45,16 +45,21 @@ class Room(NamedTuple):
 
 class Key(NamedTuple):
     """Only rows with equal keys may hold the same: who shares, what the weights are, and what the
-    first positions are where a row began with a past, which is compared by identity."""
+    first positions are where a row began with a past, which is compared by identity.
+
+    `resolved`: the numbers of what the names of adapters stand for.
+    """
 
     salt: str | None
     adapters: tuple[tuple[str, float], ...]
+    resolved: tuple[int, ...]
     past: Past | None
 
 
 def key_of(request: Request) -> Key:
     """Return what a row must have in common with those of this request."""
-    return Key(request.salt, request.adapters, request.prompt.past)
+    numbers = tuple(one.number for one in request.resolved)
+    return Key(request.salt, request.adapters, numbers, request.prompt.past)
 
 
 @dataclass(slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from everystep.models import Model
 from everystep.processors.allowed import AllowedSequences
 from everystep.processors.grammars.mask import GrammarMask
 from everystep.strategies import BestOf
-from everystep.types import Past, Prompt
+from everystep.types import Past, Prompt, ResolvedAdapter
 from everystep.types.draw_places import Draws
 from everystep.types.hooks import Hook
 from everystep.types.request import Strategy
@@ -65,13 +65,14 @@ class Prefix:
     order and from several threads.
 
     `prompt`: what was read; `past`: what a row holds of it; `core`: the weights that it was fed to;
-    `adapters`: what was asked for beside them, as in a request.
+    `adapters`, `resolved`: what was asked for beside them, as in a request.
     """
 
     prompt: Prompt
     past: Past
     core: Model | ForeignModel
     adapters: tuple[tuple[str, float], ...] = ()
+    resolved: tuple[ResolvedAdapter, ...] = ()
 
     def __len__(self) -> int:
         """Return the number of its positions."""
@@ -180,9 +181,10 @@ class Options:
     `effective`: every field of the configuration. `seed`: one integer, from which each row gets its
     own, or one for each row. `prefix`: what comes before every prompt; `salt`: prompts of another
     one share no rows with these. `adapters`: a mix for all rows or a list of them, None for what is
-    active. `deadline`: the moment from which on it takes no step. `starts_answer`: whether a chat
-    template begins the answer to the messages; `trims`: whether texts lose the stop string that
-    ended them. `negative_prompt`: what guidance leads away from, as a call about prompts passed it.
+    active; `resolved`: what their names stand for. `deadline`: the moment from which on it takes no
+    step. `starts_answer`: whether a chat template begins the answer to the messages; `trims`:
+    whether texts lose the stop string that ended them. `negative_prompt`: what guidance leads away
+    from, as a call about prompts passed it.
     """
 
     effective: Effective
@@ -196,10 +198,15 @@ class Options:
     prefix: Prefix | None = None
     salt: str | None = None
     adapters: Mix | list[Mix] | None = None
+    resolved: Mapping[str, ResolvedAdapter] = field(default_factory=dict)
     deadline: float | None = None
     starts_answer: bool = True
     trims: bool = False
     negative_prompt: object = None
+
+    def resolved_of(self, mix: Mix) -> tuple[ResolvedAdapter, ...]:
+        """Return what the names of a mix stand for, as in a request."""
+        return tuple(self.resolved[name] for name, _ in mix if self.resolved)
 
 
 def draws_of(seed: object, first: int, rows: int) -> tuple[Draws, ...]:

@@ -244,6 +244,7 @@ def _requests(
             prefix_token=inputs.fills[row] if inputs.fills else None,
             linger=lingers,
             adapters=adapters[row],
+            resolved=options.resolved_of(adapters[row]),
             salt=options.salt,
             hooks=steering.hooks,
             deadline=options.deadline,

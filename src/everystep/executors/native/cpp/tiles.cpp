@@ -189,6 +189,48 @@ __attribute__((noinline)) void tile_of_two_panels(const uint8_t* panel, const ui
     for (int m = 0; m < M; ++m) out[m] = acc[m], others[m] = acc_of_other[m];
 }
 
+template <Format kFormat, int M>
+__attribute__((noinline)) void tile_of_apart(const uint8_t* panel, const float* const* rows, int64_t first,
+                                             int64_t last, simd::Floats* out) {
+    using namespace simd;
+    const float* x[M];
+    for (int m = 0; m < M; ++m) x[m] = rows[m];
+    Floats acc[M];
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) acc[m] = splat(0.0f);
+    constexpr int64_t kColumn = kPanel * float_bytes(kFormat);
+    for (int64_t k = first; k < last; ++k) {
+        __builtin_prefetch(panel + k * kColumn + kAhead / 2);
+        const Floats column = read_column<kFormat>(panel, k);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) acc[m] = fma(column, splat(x[m][k]), acc[m]);
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) out[m] = acc[m];
+}
+
+template <int M>
+void tile_of_few(const Matrix& w, int64_t panel, const float* const* rows, int64_t first, int64_t last,
+                 simd::Floats* out) {
+    const Format format = static_cast<Format>(w.format);
+    const uint8_t* data = w.data + panel * panel_bytes(format, w.columns);
+    switch (format) {
+        case Format::kHalf: return tile_of_apart<Format::kHalf, M>(data, rows, first, last, out);
+        case Format::kBrain: return tile_of_apart<Format::kBrain, M>(data, rows, first, last, out);
+        default: return tile_of_apart<Format::kFloat, M>(data, rows, first, last, out);
+    }
+}
+
+void tile_apart(int count, const Matrix& w, int64_t panel, const float* const* rows, int64_t first,
+                int64_t last, simd::Floats* out) {
+    switch (count) {
+        case 1: return tile_of_few<1>(w, panel, rows, first, last, out);
+        case 2: return tile_of_few<2>(w, panel, rows, first, last, out);
+        case 4: return tile_of_few<4>(w, panel, rows, first, last, out);
+    }
+    if constexpr (kFewApart > 4) return tile_of_few<8>(w, panel, rows, first, last, out);
+}
+
 template <int M>
 void tile_of_rows(const Matrix& w, int64_t panel, const Inputs& in, int64_t row, simd::Floats* out) {
     const Format format = static_cast<Format>(w.format);

@@ -15,14 +15,19 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import everystep as es
 from everystep.adapters import read_adapter
+from everystep.adapters.adapter import AdaptedRows, _AdaptedLinear
+from everystep.adapters.learning import _LearningLinear
 from everystep.api.model import LanguageModel
-from everystep.errors import UnsupportedError
+from everystep.errors import FileError, FormatError, UnsupportedError
+from everystep.models import convert_model
+from everystep.nn.norm import Norm
 from tests.adapters.test_kinds import READ, close, logits
+from tests.executors.models import narrow_model
 from tests.models.tiny import ours, reference_decoder, with_norms
 
 FORMS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -403,3 +408,263 @@ def test_what_peft_saved_learns_and_is_saved_again(form: str, name: str, tmp_pat
     assert len(wanted) == len(own) > 0
     sums = [sorted(float(one.square().sum()) for one in each) for each in (own, wanted)]
     assert sums[0] == pytest.approx(sums[1], rel=1e-5, abs=1e-20)
+
+
+# --- executors, rounded weights, hooks ------------------------------------------------------------
+
+
+def test_what_the_native_executor_lacks_runs_on_torch_operators_with_a_reason() -> None:
+    """Beside rows without an adapter, and adapters of projections, which run natively."""
+    folder = {name: trained("tied", name)[0] for name in DENSE}
+    model = LanguageModel(ours(base("tied"), torch.float32))
+    native = LanguageModel(ours(base("tied"), torch.float32), executor="native")
+    reasons = {
+        "embeddings": "no changed embeddings",
+        "a head": "no changed heads",
+        "whole norms": "no changed norms",
+        "whole layers": "no whole modules",
+        "tokens": "no changed embeddings",
+    }
+    for name, told in reasons.items():
+        native.load_adapter(folder[name], name)
+        with pytest.raises(UnsupportedError, match=told):
+            native.generate(READ, adapter_names=name, max_new_tokens=2)
+        model.load_adapter(folder[name], name)
+        said = model.generate(
+            READ.repeat(2, 1),
+            adapter_names=[name, None],
+            max_new_tokens=2,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        assert close(said.logits[0][0].double(), trained("tied", name)[1][0, -1], 1e-4)
+    read_adapter(folder["a parameter"], native.core)
+    native.load_adapter(folder["a parameter"], "plain")
+    native.generate(READ, adapter_names="plain", max_new_tokens=2)
+
+
+@pytest.mark.parametrize("codes", ["int8", "int4"])
+def test_weights_in_codes_take_every_part(codes: Any) -> None:
+    """What is computed is what merging gives, of the values that the codes stand for."""
+    model = narrow_model("llama", codes)
+    config = es.LoraConfig(
+        r=2,
+        target_modules=["embed_tokens", "q_proj"],
+        modules_to_save=["lm_head", "norm", "o_proj"],
+    )
+    exact = convert_model(model, exact_activations=True)
+    held = LanguageModel(exact, executor="torch")
+    adapter = held.add_adapter("a", config)
+    plain = held(IDS_READ % 32).logits
+    assert close(held(IDS_READ % 32, adapters="a").logits.detach(), plain, 1e-5)
+    shaken_alike(dict(adapter.named_parameters()))
+    found = held(IDS_READ % 32, adapters="a").logits.detach()
+    held(IDS_READ % 32, labels=IDS_READ % 32, adapters="a").loss.backward()
+    assert all(one.grad is not None for one in adapter.parameters())
+    held.merge_adapter(["a"])
+    assert close(held(IDS_READ % 32).logits, found, 1e-4) and not close(plain, found, 1e-2)
+    held.unmerge_adapter()
+    assert torch.equal(held(IDS_READ % 32).logits, plain)
+
+
+def test_the_models_own_weights_may_learn_beside_a_whole_module(tmp_path: Path) -> None:
+    """A whole module stays what it is when the model below it changes."""
+    folder, _ = trained("untied", "whole head")
+    model = LanguageModel(ours(base("untied")))
+    model.load_adapter(folder, "a")
+    model.requires_grad_(True)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name == "lm_head.weight":
+                weight.add_(1.0)
+    loss = model(IDS_READ, labels=LABELS, adapters="a").loss
+    loss.backward()
+    head = dict(model.named_parameters())["lm_head.weight"]
+    assert head.grad is None or float(head.grad.abs().max()) < 1e-12
+    with torch.no_grad():
+        made = quiet(lambda: peft.PeftModel.from_pretrained(copy.deepcopy(base("untied")), folder))
+        expected = made.double()(IDS_READ, labels=LABELS).loss
+    assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-5)
+
+
+class Giving(es.Hook):
+    """Gives what the model would read anyway."""
+
+    gives = ("embeds",)
+
+    def before_step(self, step: Any) -> Any:
+        return {"embeds": step.embeds}
+
+
+def test_a_hook_does_not_undo_changed_embeddings_in_silence() -> None:
+    model = LanguageModel(ours(base("tied")))
+    model.load_adapter(trained("tied", "embeddings")[0], "rows")
+    model.load_adapter(trained("tied", "whole norms")[0], "norms")
+    with pytest.raises(UnsupportedError, match="an adapter changes those of ids"):
+        model.generate(READ, hooks=[Giving()], adapter_names="rows", max_new_tokens=2)
+    said = model.generate(READ, hooks=[Giving()], adapter_names="norms", max_new_tokens=2)
+    assert torch.equal(said, model.generate(READ, adapter_names="norms", max_new_tokens=2))
+
+
+# --- folders that lie -----------------------------------------------------------------------------
+
+Tensors = dict[str, Tensor]
+HEAD, ROWS_A = "base_model.model.lm_head", "base_model.model.model.embed_tokens"
+EXPERT = "base_model.model.model.layers.0.mlp.experts"
+
+
+def _cut(key: str) -> Callable[[Tensors], Tensors]:
+    return lambda held: {name: one for name, one in held.items() if name != key}
+
+
+def _with(key: str, made: Callable[[Tensor], Tensor]) -> Callable[[Tensors], Tensors]:
+    return lambda held: held | {key: made(held[key])}
+
+
+def _same(held: Tensors) -> Tensors:
+    return held
+
+
+TOKEN_ROWS = f"{ROWS_A}.token_adapter.trainable_tokens_delta"
+WRONG: Mapping[str, tuple[str, str, dict[str, Any], Callable[[Tensors], Tensors], str]] = {
+    "a value that is no number": (
+        "tied", "both", {}, _with(f"{HEAD}.lora_A.weight", lambda x: x * torch.nan), "finite"
+    ),
+    "a value without end": (
+        "tied", "whole norms", {},
+        _with("base_model.model.model.norm.weight", lambda x: x / 0), "finite",
+    ),
+    "whole numbers": (
+        "tied", "both", {}, _with(f"{HEAD}.lora_A.weight", lambda x: x.long()), "finite"
+    ),
+    "a table of another vocabulary": (
+        "tied", "embeddings", {},
+        _with(f"{ROWS_A}.lora_embedding_A", lambda x: x[:, :90].contiguous()), "do not fit",
+    ),
+    "half of a table": (
+        "tied", "embeddings", {}, _cut(f"{ROWS_A}.lora_embedding_B"), "half of"
+    ),
+    "a base of another vocabulary": (
+        "tied", "embeddings", {},
+        _with(f"{ROWS_A}.base_layer.weight", lambda x: x[:90].contiguous()), "does not fit",
+    ),
+    "a rank beyond": ("tied", "both", {"r": 10**9}, _same, "do not fit"),
+    "a head of another width": (
+        "untied", "whole head", {}, _with(f"{HEAD}.weight", lambda x: x[:, :9].contiguous()),
+        "does not fit",
+    ),
+    "a whole module that is missing": (
+        "untied", "whole frame", {}, _cut(f"{HEAD}.weight"), "does not hold"
+    ),
+    "a norm that is missing": (
+        "tied", "whole norms", {}, _cut("base_model.model.model.norm.weight"), "does not hold"
+    ),
+    "a norm of another width": (
+        "tied", "whole norms", {},
+        _with("base_model.model.model.norm.weight", lambda x: x[:5].contiguous()), "does not fit",
+    ),
+    "a whole module that nobody named": (
+        "untied", "whole layers", {"modules_to_save": ["mlp", "k_proj"]}, _same, "not part of"
+    ),
+    "a token beyond": (
+        "tied", "tokens", {"trainable_token_indices": [9, 5, 97]}, _same, "ids from 0 to 96"
+    ),
+    "a token below": (
+        "tied", "tokens", {"trainable_token_indices": [9, 5, -1]}, _same, "ids from 0 to 96"
+    ),
+    "a token twice": (
+        "tied", "tokens", {"trainable_token_indices": [9, 5, 9]}, _same, "each once"
+    ),
+    "a token that is a flag": (
+        "tied", "tokens", {"trainable_token_indices": [9, 5, True]}, _same, "ids from"
+    ),
+    "a token fewer": ("tied", "tokens", {"trainable_token_indices": [9, 5]}, _same, "does not fit"),
+    "no tokens": ("tied", "tokens", {"trainable_token_indices": None}, _same, "ids from"),
+    "rows that are missing": ("tied", "tokens", {}, _cut(TOKEN_ROWS), "do not agree"),
+    "rows of a projection": (
+        "tied", "tokens", {"trainable_token_indices": {"q_proj": [3]}}, _same, "neither embeddings"
+    ),
+    "experts that nobody named": (
+        "mixtral", "experts", {"target_parameters": None}, _same, "do not agree"
+    ),
+    "a stack that is missing": (
+        "mixtral", "one stack", {"target_parameters": EXPERTS}, _same, "do not agree"
+    ),
+    "half of the experts": (
+        "mixtral", "experts", {}, _cut(f"{EXPERT}.lora_B.weight"), "half of"
+    ),
+    "experts of another number": (
+        "mixtral", "experts", {},
+        _with(f"{EXPERT}.lora_A.weight", lambda x: x[:12].contiguous()), "does not fit",
+    ),
+    "a key of tomorrow": ("tied", "both", {"use_tomorrow": True}, _same, "use_tomorrow"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_folder_that_lies_is_refused_before_any_compute(name: str, tmp_path: Path) -> None:
+    form, made, changed, edit, told = WRONG[name]
+    folder, _ = trained(form, made)
+    settings = json.loads((folder / "adapter_config.json").read_text()) | changed
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    held = edit(load_file(folder / "adapter_model.safetensors"))
+    save_file(
+        {key: one.clone() for key, one in held.items()}, tmp_path / "adapter_model.safetensors"
+    )
+    model = LanguageModel(ours(base(form)))
+    with pytest.raises((FormatError, UnsupportedError), match=told):
+        model.load_adapter(tmp_path, "a")
+    assert model.adapters == ()
+
+
+def test_an_adapter_of_another_model_is_refused() -> None:
+    model = LanguageModel(ours(base("qwen3_moe")))
+    for form, name in (("tied", "whole layers"), ("mixtral", "experts"), ("layer norms", "frame")):
+        with pytest.raises((FormatError, UnsupportedError)):
+            model.load_adapter(trained(form, name)[0], "a")
+    assert model.adapters == ()
+
+
+def test_links_are_followed_to_files_and_to_nothing_else(tmp_path: Path) -> None:
+    """As in the cache of the hub, whose files are links."""
+    folder, expected = trained("tied", "both")
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    model = LanguageModel(ours(base("tied")))
+    model.load_adapter(tmp_path, "a")
+    assert close(model(READ, adapters="a").logits, expected)
+    weights = tmp_path / "adapter_model.safetensors"
+    for target in (tmp_path / "nothing", Path("/dev/zero"), weights, tmp_path):
+        weights.unlink()
+        weights.symlink_to(target)
+        with pytest.raises(FileError):
+            model.load_adapter(tmp_path, "b")
+    assert model.adapters == ("a",)
+
+
+# --- mutants --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mutant", ["a head of all rows", "rows of all", "norms of all", "experts"])
+def test_a_mutant_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes that reach a neighbour are noticed where rows are compared with themselves."""
+    if mutant == "a head of all rows":
+        monkeypatch.setattr(_AdaptedLinear, "at", lambda self, places: self)
+        monkeypatch.setattr(_LearningLinear, "at", lambda self, places: self)
+    elif mutant == "experts":
+        monkeypatch.setattr(_LearningLinear, "at", lambda self, places: self.base)
+    elif mutant == "rows of all":
+        monkeypatch.setattr(
+            AdaptedRows,
+            "__call__",
+            lambda self, rows, ids: rows + sum(one.rows_at(ids) for one, *_ in self.added),
+        )
+    else:
+        monkeypatch.setattr(Norm, "__call__", lambda self, x: _last_norm(self, x))
+    form = "qwen3_moe" if mutant == "experts" else "tied"
+    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+        test_a_row_of_a_forward_is_that_row_alone(form)
+
+
+def _last_norm(norm: Norm, x: Tensor) -> Tensor:
+    return (norm.others[-1][1] if norm.others else norm)._normalised(x)

@@ -1,6 +1,7 @@
 """Changes of a model's maps, chosen by each request for itself."""
 
 from everystep.adapters.adapter import (
+    CHANGED_EMBEDDINGS,
     EVERY_PART,
     Adapter,
     AdapterUse,
@@ -34,6 +35,7 @@ from everystep.adapters.peft_folder import read_adapter, write_adapter
 from everystep.adapters.weighted import Combination, weighted_adapter
 
 __all__ = [
+    "CHANGED_EMBEDDINGS",
     "EVERY_CHANGE",
     "EVERY_PART",
     "Adapter",

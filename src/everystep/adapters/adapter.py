@@ -37,8 +37,9 @@ from everystep.types import Extra
 
 ROLES = ("qkv", "out", "up", "down")  # the projections of a layer that adapters change
 TABLE, HEAD = "embed", "head"  # the keys of the table of embeddings and of the head
+CHANGED_EMBEDDINGS = "changed embeddings"
 _PARTS = {
-    "changed embeddings": re.compile(TABLE),
+    CHANGED_EMBEDDINGS: re.compile(TABLE),
     "changed heads": re.compile(HEAD),
     "changed experts": re.compile(r"layers\.\d+\.experts\..*"),
 }

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import everystep as es
 from everystep.adapters import read_adapter
-from everystep.adapters.adapter import AdaptedRows, _AdaptedLinear
+from everystep.adapters.adapter import AdaptedRows
 from everystep.adapters.learning import _LearningLinear
 from everystep.api.model import LanguageModel
 from everystep.errors import FileError, FormatError, UnsupportedError
@@ -444,8 +444,8 @@ def test_what_the_native_executor_lacks_runs_on_torch_operators_with_a_reason() 
 
 
 @pytest.mark.parametrize("codes", ["int8", "int4"])
-def test_weights_in_codes_take_every_part(codes: Any) -> None:
-    """What is computed is what merging gives, of the values that the codes stand for."""
+def test_weights_in_codes_take_every_part(codes: Any, tmp_path: Path) -> None:
+    """What is computed is that of the values that the codes stand for."""
     model = narrow_model("llama", codes)
     config = es.LoraConfig(
         r=2,
@@ -461,8 +461,14 @@ def test_weights_in_codes_take_every_part(codes: Any) -> None:
     found = held(IDS_READ % 32, adapters="a").logits.detach()
     held(IDS_READ % 32, labels=IDS_READ % 32, adapters="a").loss.backward()
     assert all(one.grad is not None for one in adapter.parameters())
+    assert not close(plain, found, 1e-2)
+    held.save_adapter(tmp_path, "a")
+    floats = LanguageModel(convert_model(model, dtype=torch.float32))
+    floats.load_adapter(tmp_path, "a")
+    assert close(floats(IDS_READ % 32, adapters="a").logits, found, 1e-4)
     held.merge_adapter(["a"])
-    assert close(held(IDS_READ % 32).logits, found, 1e-4) and not close(plain, found, 1e-2)
+    # What stays in codes meets activations that are rounded.
+    assert close(held(IDS_READ % 32).logits, found, 0.1)
     held.unmerge_adapter()
     assert torch.equal(held(IDS_READ % 32).logits, plain)
 
@@ -648,11 +654,8 @@ def test_links_are_followed_to_files_and_to_nothing_else(tmp_path: Path) -> None
 @pytest.mark.parametrize("mutant", ["a head of all rows", "rows of all", "norms of all", "experts"])
 def test_a_mutant_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Changes that reach a neighbour are noticed where rows are compared with themselves."""
-    if mutant == "a head of all rows":
-        monkeypatch.setattr(_AdaptedLinear, "at", lambda self, places: self)
+    if mutant in ("a head of all rows", "experts"):
         monkeypatch.setattr(_LearningLinear, "at", lambda self, places: self)
-    elif mutant == "experts":
-        monkeypatch.setattr(_LearningLinear, "at", lambda self, places: self.base)
     elif mutant == "rows of all":
         monkeypatch.setattr(
             AdaptedRows,

@@ -216,8 +216,10 @@ def test_a_model_with_an_adapter_is_compared_with_pefts(
     assert one.largest != es.verify(folder, **FEW).comparisons[0].largest
     rounded, exact = es.verify(folder, adapter=adapter, quantize="int8", **FEW).comparisons
     assert (rounded.verdict, exact.verdict) == ("rounded", "equal")
-    line = ("verify", str(folder), "--tokens", "3", "--adapter", str(adapter), "--json")
-    outcome = call(*line)
+    said = folder.parent / "text.txt"
+    said.write_text(FEW["text"])
+    line = ("verify", str(folder), "--text", str(said), "--tokens", "3", "--json")
+    outcome = call(*line, "--adapter", str(adapter))
     assert (outcome.code, json.loads(outcome.out)["adapter"]) == (0, str(adapter))
     # Where transformers computes without it, the comparison says so.
     monkeypatch.setattr(Reference, "adapt", lambda self, folder: None)

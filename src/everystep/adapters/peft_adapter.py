@@ -261,7 +261,7 @@ class PeftAdapter:
 
         It is the same object for as long as no value has changed.
         """
-        kept = self._kept
+        kept = None if self._follows_weights else self._kept
         if kept is None or not all(map(self._is_as_seen, self._tensors)):
             with torch.no_grad():
                 held = {
@@ -288,7 +288,14 @@ class PeftAdapter:
 
     def live(self) -> Adapter:
         """Return what it computes, differentiable in its tensors where they learn."""
-        return self._plan.made(self._tensors) if self.learns else self.now()
+        anew = self.learns or self._follows_weights
+        return self._plan.made(self._tensors) if anew else self.now()
+
+    @property
+    def _follows_weights(self) -> bool:
+        """True if what it computes changes with weights of the model, which learn."""
+        reads = bool(self._plan.parts or self._plan.config.values.get("use_dora"))
+        return reads and self._plan.model.learns
 
     def follow(self, model: Model) -> None:
         """Belong to a model that was moved or converted; tensors that learn stay the same leaves,

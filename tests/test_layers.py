@@ -30,7 +30,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("_version", "types", "errors", "memory", "processor"),
     ("config", "nn", "draws", "text", "images", "sounds", "files", "outputs"),
     ("cache", "processors", "stops", "shown"),
-    ("models", "adapters", "executors"),
+    ("models", "adapters", "executors", "dialogue"),
     ("strategies",),
     ("engine", "bridge", "streamers"),
     ("requests",),

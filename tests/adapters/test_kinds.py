@@ -80,6 +80,7 @@ MADE: Mapping[str, Callable[[], Any]] = {
     "oft, bounded": _of("OFTConfig", r=0, oft_block_size=8, init_weights=False, coft=True, eps=0.5),
     "ia3": _of("IA3Config", feedforward_modules=["down_proj", "gate_proj"], init_ia3_weights=False),
     "tokens": lambda: peft.TrainableTokensConfig(token_indices=[9, 5, 40]),
+    "ia3, outputs": _of("IA3Config", feedforward_modules=[], init_ia3_weights=False),
 }
 FORMS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True}),

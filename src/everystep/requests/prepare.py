@@ -480,6 +480,7 @@ def _processors(
             allowed=allowed[row] if allowed else None,
             encode=None if tokenizer is None else encode,
             grammar=steering.grammar,
+            thoughts=steering.thoughts,
         )
         return build(each[row].values_by_name, facts)
 

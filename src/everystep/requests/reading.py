@@ -120,7 +120,7 @@ def _read_steering(
         require("prefix_allowed_tokens_fn", prefix_allowed, "__call__"),
         read_allowed(objects.allowed_sequences, tokenizer),
         read_grammar(asked, tokenizer, ends.eos, vocabulary),
-        read_hooks(objects.hooks),
+        hooks=read_hooks(objects.hooks),
     )
 
 

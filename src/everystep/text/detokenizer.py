@@ -21,12 +21,18 @@ class Detokenizer:
     """Follows one sequence of ids and gives out its text in final pieces.
 
     Cost per id does not depend on how many came before. Ids without a token contribute nothing, as
-    in `decode`. UnsupportedError if the tokenizer's decoder cannot be followed.
+    in `decode`. `kept`: ids whose text is given out though they are special. UnsupportedError if
+    the tokenizer's decoder cannot be followed.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        kept: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.skipped_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.skipped_ids - kept if skip_special_tokens else frozenset()
         self._decoding = tokenizer.decoding
         self._begin()
 

@@ -1,14 +1,15 @@
-"""Adapters natively: what torch operators give, and rows of which none knows what others ask for."""
+"""Adapters natively: what torch operators give, and rows that do not know what others ask for."""
 
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,19 @@ import torch
 from torch import Tensor
 
 import everystep as es
-from everystep.adapters import Adapter, Delta, Dense, Magnitude, OutputScaling
+from everystep.adapters import (
+    Adapter,
+    Delta,
+    Dense,
+    Magnitude,
+    OutputScaling,
+    read_adapter,
+)
 from everystep.adapters.adapter import ROLES
 from everystep.adapters.changes import AdapterChange, Rotation
 from everystep.api.model import LanguageModel
 from everystep.draws import SeededDraws
 from everystep.engine import PromptLookup, prefixes
-from everystep.engine.engine import Engine
 from everystep.errors import InvariantError, RequestError
 from everystep.executors.native import NativeExecutor, changes
 from everystep.executors.native.changes import AdaptersOfStep, PackedAdapter, PackedAdapters
@@ -37,13 +44,16 @@ from everystep.stops.ends import MaxLength
 from everystep.strategies import Beam, Greedy, Sample
 from everystep.types import Extra, Prompt, Request, StepOutput, Verb, Work
 from tests.adapters.making import PROJECTIONS, random_lora, write_folder
+from tests.adapters.test_kinds import MADE, READ, base, trained
 from tests.executors.members import members
 from tests.executors.models import SPECS, narrow_model, random_model
+from tests.executors.works import one_feed
 from tests.judges.dice import Dice
 from tests.judges.drive import run_scheduled, run_together
 from tests.judges.mixes import random_schedule
 from tests.judges.mutants import replaced
 from tests.judges.textbook import Hypothesis
+from tests.models.tiny import ours
 
 pytestmark = pytest.mark.native
 
@@ -87,7 +97,7 @@ def made(model: Model, kind: str) -> Adapter:
             cuts = [0, rows // 3 + 1, rows // 2 + 3, rows]
             found = [
                 _change(kind, start, stop - start, width, generator)
-                for start, stop in zip(cuts, cuts[1:], strict=False)
+                for start, stop in pairwise(cuts)
             ]
             targets[f"layers.{index}.{role}"] = tuple(found[1:] if kind == "b" else found)
     return Adapter(targets)
@@ -266,6 +276,27 @@ def _asking_beyond(model: Model) -> Work:
     return replace(work, extras={0: Extra(adapters=(("t", 1.0),), resolved=(turns,))})
 
 
+NATIVE = {"LORA", "ADALORA", "VERA", "LOHA"}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_kinds_that_run_natively_are_those_of_the_guide(name: str) -> None:
+    """Adapters that PEFT has saved, of every kind and with every setting that is read."""
+    folder, expected = trained("llama", name)
+    subject = LanguageModel(ours(base("llama")))
+    subject.to(torch.float32)
+    adapter = read_adapter(folder, subject.core).now()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    native = config["peft_type"] in NATIVE or config.get("feedforward_modules") == []
+    executor = subject.executor(adapter.needs)
+    assert isinstance(executor, NativeExecutor) == native
+    ids = READ[0].tolist()
+    work = one_feed(ids, verbs=(Verb("allocate", 0),))
+    work = replace(work, extras={0: Extra(adapters=(("a", 1.0),), resolved=(adapter,))})
+    found = executor.run(work).logits
+    assert (found - expected[0]).abs().max() <= 1e-4 * expected.abs().max()
+
+
 # --- steps that are begun before they are asked for -----------------------------------------------
 
 
@@ -341,7 +372,7 @@ def alone(rounding: Rounding | None, way: str) -> dict[str, list[Hypothesis]]:
 
 
 def runs(rounding: Rounding | None, way: str) -> Iterator[dict[str, list[Hypothesis]]]:
-    """Side by side: in lockstep, in chunks, and as they come, share prefixes and lose their rows."""
+    """Side by side: in lockstep, in chunks, and as they come, share rows and lose them."""
     model = narrow_model("llama", rounding)
     asked = requests_of(model, way)
     yield run_together(asked, NativeExecutor(model)).results

@@ -91,10 +91,17 @@ void tile(int count, const Matrix& w, int64_t panel, const Inputs& in, int64_t r
 void tile_of_two(int count, const Matrix& w, int64_t panel, const Matrix& other, int64_t other_panel,
                  const Inputs& in, int64_t row, simd::Floats* out, simd::Floats* others);
 
-// Sixteen outputs of `count` rows of floats, which lie wherever they do, over columns [first, last) of
-// a matrix of floats: one sum per output, column after column. `count`: a number that `each_few` gives.
-void tile_apart(int count, const Matrix& w, int64_t panel, const float* const* rows, int64_t first,
-                int64_t last, simd::Floats* out);
+// Columns in pieces, each of which has a sum of its own; sums are added from the first to the last.
+struct Pieces {
+    int64_t columns, count;
+
+    int64_t begin(int64_t piece) const { return columns * piece / count; }
+};
+
+// (panels, count) times sixteen outputs of rows of floats, which lie wherever they do, over the pieces
+// [first, last) of the columns of a matrix of floats. `count`: a number that `each_few` gives.
+void tile_apart(int count, const Matrix& w, int64_t panel, int64_t panels, const float* const* rows,
+                Pieces pieces, int64_t first, int64_t last, simd::Floats* out);
 
 // The values of one row of a packed matrix, as an embedding table is read.
 void read_row(const Matrix& w, int64_t row, float* out);

@@ -111,13 +111,12 @@ class PanelItems {
 
     // The same, with outputs as they are after changes.
     template <class Changes, class Use>
-    void multiply(int64_t item, const Inputs& in, Changes changes, Use use) const {
-        const int64_t number = item * each_, last = std::min(number + each_, panels_);
+    void multiply(int64_t item, const Inputs& in, Changes& changes, Use use) const {
         if (!changes.any()) return multiply(item, in, use);
-        for (int64_t panel = number; panel < last; ++panel) changes.prepare(panel - number, panel);
-        const int64_t first = panel_of(linear_, number).column;
+        const int64_t number = item * each_, first = panel_of(linear_, number).column;
+        changes.prepare(number, std::min(each_, panels_ - number));
         multiply(item, in, [&](int64_t row, int64_t column, simd::Floats x, int count) {
-            use(row, column, changes.changed(column == first ? 0 : 1, row, x), count);
+            use(row, column, changes.changed(column == first ? number : number + 1, row, x), count);
         });
     }
 
@@ -128,7 +127,7 @@ class PanelItems {
     }
 
     template <class Changes, class Place>
-    void write(int64_t item, const Inputs& in, Changes changes, Place place) const {
+    void write(int64_t item, const Inputs& in, Changes& changes, Place place) const {
         multiply(item, in, changes, writer(place));
     }
 

@@ -250,7 +250,7 @@ void Runner::make_room(const Part& part) {
         inner_of_experts_.fit(places);
         room = std::max(room, part.tokens() * kPanel);
     }
-    room = std::max(room, 2 * PanelChanges::kRoom * part.uses.slots());
+    room = std::max(room, 2 * PanelChanges::room_for(part.uses.slots()));
     if (int64_t(reduced_.size()) < reduced_size(part.uses)) reduced_.resize(reduced_size(part.uses));
     for (std::vector<float>& scratch : scratch_)
         if (int64_t(scratch.size()) < room) scratch.resize(room * 3 / 2);
@@ -372,7 +372,7 @@ void Runner::make_queries(Member& member, const Part& part, int64_t index) {
     const Layer& layer = layers_[index];
     const PanelItems items(layer.qkv, part.tokens(), crew_->size());
     reduce(member, part, index, kByQkv, normed_);
-    const PanelChanges changes = changes_of(member, part, index, kQkv, normed_);
+    PanelChanges changes = changes_of(member, part, index, kQkv, normed_);
     share_then(
         member, items.count(), part.tokens(),
         [&](int64_t item) {

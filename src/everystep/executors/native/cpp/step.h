@@ -163,7 +163,7 @@ class Runner {
                             const InputBuffer& in) {
         if (part.uses.empty() || !part.uses.change(index, map)) return {};
         // Of two maps that read the same, the second has room after the first.
-        const int64_t before = map == kUp ? part.uses.slots() * PanelChanges::kRoom : 0;
+        const int64_t before = map == kUp ? PanelChanges::room_for(part.uses.slots()) : 0;
         float* room = scratch_[member.index].data() + before;
         return {part.uses, index, map, in.inputs(), reduced_.data(), room};
     }
@@ -213,7 +213,7 @@ class Runner {
                        float* seen);
     void expand(Member& member, const Part& part, int64_t layer);
     void expand_block(const Mlp& mlp, const Inputs& in, int64_t rows, const Inputs& to, int64_t block,
-                      bool valued, PanelChanges gate = {}, PanelChanges up = {}) const;
+                      bool valued, PanelChanges& gate, PanelChanges& up) const;
     template <int M>
     void inner_values(const Mlp& mlp, const Inputs& in, int64_t first, int64_t place, int64_t row,
                       const PanelChanges& gate, const PanelChanges& up, simd::Floats (&out)[M]) const;
@@ -242,7 +242,7 @@ class Runner {
     void before_mlp(const Part& part, int64_t row, int64_t layer);
     template <class Then>
     void add_output(Member& member, const Part& part, const Linear& linear, const InputBuffer& in,
-                    const PanelChanges& changes, const Norm& post, Then each_row);
+                    PanelChanges changes, const Norm& post, Then each_row);
     template <class Work, class Then>
     void share_then(Member& member, int64_t items, int64_t rows, Work work, Then each_row);
     int64_t group() const { return model_.kv_heads ? model_.heads / model_.kv_heads : 1; }
@@ -285,7 +285,7 @@ void Runner::share_then(Member& member, int64_t items, int64_t rows, Work work, 
 // What a linear map makes comes to hidden states.
 template <class Then>
 void Runner::add_output(Member& member, const Part& part, const Linear& linear, const InputBuffer& in,
-                        const PanelChanges& changes, const Norm& post, Then each_row) {
+                        PanelChanges changes, const Norm& post, Then each_row) {
     const bool later = is_added_later(post);
     const PanelItems items(linear, part.tokens(), crew_->size());
     share_then(

@@ -50,19 +50,9 @@ bool Uses::change(int64_t index, ChangedMap map) const {
 
 namespace {
 
-// What is read is multiplied in so many pieces, whose sums are added from the first to the last. Few
-// uses are shared out piece by piece, so how many they are changes no bit.
-constexpr int64_t kPieces = 4;
-
-int64_t piece_begin(int64_t columns, int64_t piece) { return columns * piece / kPieces; }
-
-void multiply_piece(const Matrix& w, int64_t panel, const float* const* rows, int64_t count, int64_t piece,
-                    simd::Floats* out) {
-    each_few(count, [&](auto few, int64_t at) {
-        tile_apart(few, w, panel, rows + at, piece_begin(w.columns, piece),
-                   piece_begin(w.columns, piece + 1), out + at);
-    });
-}
+// How many pieces have sums of their own: of what `down` reads, and of what `up` reads. Few uses are
+// shared out piece by piece; since pieces do not depend on how many uses there are, no bit does.
+constexpr int64_t kPieces = 4, kPiecesOfUp = 2;
 
 }  // namespace
 
@@ -92,12 +82,10 @@ void Runner::reduce(Member& member, const Part& part, int64_t index, ReadOf read
         if (panel >= panels_of(w.rows)) return;
         const float* rows[kFewApart];
         for (int64_t i = 0; i < tile.count; ++i) rows[i] = values + uses[tile.first + i].row * columns;
-        simd::Floats sums[kFewApart], part_sums[kFewApart];
-        multiply_piece(w, panel, rows, tile.count, first, sums);
-        for (int64_t piece = first + 1; piece < last; ++piece) {
-            multiply_piece(w, panel, rows, tile.count, piece, part_sums);
-            for (int64_t i = 0; i < tile.count; ++i) sums[i] = simd::add(sums[i], part_sums[i]);
-        }
+        simd::Floats sums[kFewApart];
+        each_few(tile.count, [&](auto few, int64_t at) {
+            tile_apart(few, w, panel, 1, rows + at, {w.columns, kPieces}, first, last, sums + at);
+        });
         for (int64_t i = 0; i < tile.count; ++i)
             simd::store(place(tile.first + i) + panel * kPanel, sums[i]);
     };
@@ -128,57 +116,61 @@ int64_t Runner::reduced_size(const Uses& uses) { return (1 + kPieces) * uses.cou
 
 PanelChanges::PanelChanges(const Uses& uses, int64_t index, ChangedMap map, const Inputs& in,
                            const float* reduced, float* room)
-    : uses_(&uses), index_(index), map_(map), in_(&in), reduced_(reduced), room_(room) {}
-
-// Sums and factors begin as those of no change, and each use in turn changes them.
-void PanelChanges::prepare(int64_t place, int64_t panel) {
-    using namespace simd;
-    if (!uses_) return;
-    float* factors = room_ + place * 2 * uses_->slots() * kPanel;
-    float* sums = factors + uses_->slots() * kPanel;
-    for (int64_t slot = 0; slot < uses_->slots(); ++slot) {
-        store(factors + slot * kPanel, splat(1.0f));
-        store(sums + slot * kPanel, splat(0.0f));
-    }
-    for (const UseTile& tile : uses_->tiles()) {
-        const Changes& changes = tile.adapter->layer[index_].maps[map_];
-        for (int64_t i = 0; i < changes.count; ++i) {
-            const Change& change = changes.each[i];
-            if (panel < change.panel || panel >= change.panel + change.panels) continue;
-            change_tile(tile, change, panel - change.panel, factors, sums);
-        }
+    : uses_(&uses), index_(index), map_(map), in_(&in), reduced_(reduced), room_(room) {
+    for (const UseTile& tile : uses.tiles()) {
+        const Changes& changes = tile.adapter->layer[index].maps[map];
+        for (int64_t i = 0; i < changes.count; ++i) scales_ = scales_ || changes.each[i].gain;
     }
 }
 
-void PanelChanges::change_tile(const UseTile& tile, const Change& change, int64_t panel, float* factors,
-                               float* sums) const {
+// Sums and factors begin as those of no change, and each use in turn changes them.
+void PanelChanges::compute(int64_t panel) {
+    begin_ = panel, end_ = panel + at_once(uses_->slots());
+    const int64_t size = uses_->slots() * kPanel;
+    for (int64_t i = begin_; i < end_; ++i) {
+        std::fill_n(sums_of(i), size, 0.0f);
+        if (scales_) std::fill_n(sums_of(i) + size, size, 1.0f);
+    }
+    for (const UseTile& tile : uses_->tiles()) {
+        const Changes& changes = tile.adapter->layer[index_].maps[map_];
+        for (int64_t i = 0; i < changes.count; ++i) change_tile(tile, changes.each[i]);
+    }
+}
+
+void PanelChanges::change_tile(const UseTile& tile, const Change& change) const {
     using namespace simd;
     const Uses& uses = *uses_;
-    Floats added[kFewApart];
-    std::fill_n(added, tile.count, splat(0.0f));
-    if (change.up.rows > 0) {
-        const float* rows[kFewApart];
-        for (int64_t i = 0; i < tile.count; ++i) {
-            const int64_t use = tile.first + i;
-            rows[i] = change.first < 0 ? in_->values + uses[use].row * in_->columns
-                                       : reduced_ + use * uses.most() + change.first;
-        }
-        each_few(tile.count, [&](auto few, int64_t at) {
-            tile_apart(few, change.up, panel, rows + at, 0, change.up.columns, added + at);
-        });
-    }
+    const int64_t first = std::max(begin_, change.panel), last = std::min(end_, change.panel + change.panels);
+    if (first >= last) return;
+    const int64_t panels = last - first, own = first - change.panel;
+    const float* rows[kFewApart];
     for (int64_t i = 0; i < tile.count; ++i) {
-        const Use& use = uses[tile.first + i];
-        float *factor = factors + use.slot * kPanel, *sum = sums + use.slot * kPanel;
-        if (change.shift) added[i] = add(added[i], load(change.shift + panel * kPanel));
-        Floats before = load(sum);
-        if (change.gain) {
-            const Floats by = fma(load(change.gain + panel * kPanel), splat(use.weight), splat(1.0f));
-            store(factor, mul(load(factor), by));
-            before = mul(before, by);
-        }
-        store(sum, fma(added[i], splat(use.weight * change.scale), before));
+        const int64_t use = tile.first + i;
+        rows[i] = change.first < 0 ? in_->values + uses[use].row * in_->columns
+                                   : reduced_ + use * uses.most() + change.first;
     }
+    each_few(tile.count, [&](auto few, int64_t at) {
+        Floats added[kMostAtOnce * few];
+        std::fill_n(added, panels * few, splat(0.0f));
+        if (change.up.rows > 0)
+            tile_apart(few, change.up, own, panels, rows + at, {change.up.columns, kPiecesOfUp}, 0,
+                       kPiecesOfUp, added);
+        for (int64_t i = 0; i < panels; ++i)
+            for (int m = 0; m < few; ++m) {
+                const Use& use = uses[tile.first + at + m];
+                float* sum = sums_of(first + i) + use.slot * kPanel;
+                Floats more = added[i * few + m], before = load(sum);
+                if (change.shift) more = add(more, load(change.shift + (own + i) * kPanel));
+                if (change.gain) {
+                    float* factor = sum + uses.slots() * kPanel;
+                    const Floats gain = load(change.gain + (own + i) * kPanel);
+                    const Floats by = fma(gain, splat(use.weight), splat(1.0f));
+                    store(factor, mul(load(factor), by));
+                    before = mul(before, by);
+                }
+                store(sum, fma(more, splat(use.weight * change.scale), before));
+            }
+    });
 }
 
 }  // namespace everystep

@@ -10,8 +10,8 @@ namespace everystep {
 void Runner::expand(Member& member, const Part& part, int64_t index) {
     const Mlp& mlp = layers_[index].dense;
     reduce(member, part, index, kByUp, normed_);
-    const PanelChanges gate = changes_of(member, part, index, kGate, normed_);
-    const PanelChanges up = changes_of(member, part, index, kUp, normed_);
+    PanelChanges gate = changes_of(member, part, index, kGate, normed_);
+    PanelChanges up = changes_of(member, part, index, kUp, normed_);
     const bool valued = reads_values(mlp.down) || part.uses.change(index, kDown);
     crew_->share(member, blocks_of(model_.inner), [&](int64_t block) {
         expand_block(mlp, normed_.inputs(), part.tokens(), inner_.inputs(), block, valued, gate, up);
@@ -20,11 +20,11 @@ void Runner::expand(Member& member, const Part& part, int64_t index) {
 
 // One block of what rows have between the products of an MLP, to where its last one reads it.
 void Runner::expand_block(const Mlp& mlp, const Inputs& in, int64_t rows, const Inputs& to, int64_t block,
-                          bool valued, PanelChanges gate, PanelChanges up) const {
+                          bool valued, PanelChanges& gate, PanelChanges& up) const {
     const bool coded = reads_codes(mlp.down);
     const int64_t size = outputs_of(mlp.up), first = 2 * block;
     const int64_t panels = std::min<int64_t>(2, panels_of(size) - first);
-    for (int64_t i = 0; i < panels; ++i) gate.prepare(i, first + i), up.prepare(i, first + i);
+    gate.prepare(first, panels), up.prepare(first, panels);
     each_tile(rows, [&](auto count, int64_t row) {
         simd::Floats inner[2][count];
         for (int64_t i = 0; i < 2; ++i)
@@ -53,14 +53,14 @@ void Runner::inner_values(const Mlp& mlp, const Inputs& in, int64_t first, int64
     const Panel panel = panel_of(mlp.up, number);
     if (!gated) {
         panel.products(in, row, out);
-        for (int m = 0; m < M; ++m) out[m] = activate(kind, up.changed(place, row + m, out[m]));
+        for (int m = 0; m < M; ++m) out[m] = activate(kind, up.changed(number, row + m, out[m]));
         return;
     }
     simd::Floats factors[M];
     products_of_two(panel_of(mlp.gate, number), panel, in, row, out, factors);
     for (int m = 0; m < M; ++m)
-        out[m] = simd::mul(activate(kind, gate.changed(place, row + m, out[m])),
-                           up.changed(place, row + m, factors[m]));
+        out[m] = simd::mul(activate(kind, gate.changed(number, row + m, out[m])),
+                           up.changed(number, row + m, factors[m]));
 }
 
 void Runner::run_experts(Member& member, const Part& part, int64_t index) {
@@ -69,12 +69,14 @@ void Runner::run_experts(Member& member, const Part& part, int64_t index) {
     const int64_t rows = part.tokens();
     route(member, rows, index);
     const int64_t blocks = inner_of_experts_.inputs().blocks;
+    PanelChanges none;
     crew_->share(member, int64_t(routing_.chosen().size()) * blocks, [&](int64_t item) {
         const ChosenExpert& one = routing_.chosen()[item / blocks];
         const Mlp& mlp = experts.each[one.number];
         const Inputs inner = inner_of(mlp, one);
         if (item % blocks < inner.blocks)
-            expand_block(mlp, read_by(one, rows), one.count, inner, item % blocks, reads_values(mlp.down));
+            expand_block(mlp, read_by(one, rows), one.count, inner, item % blocks,
+                         reads_values(mlp.down), none, none);
     });
     share_then(
         member, panels_of(model_.width), rows,

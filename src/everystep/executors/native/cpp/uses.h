@@ -5,6 +5,7 @@
 // use gives depends on its row and its adapter alone.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -55,32 +56,45 @@ class Uses {
     int64_t slots_ = 0, most_ = 0;
 };
 
-// What uses do to outputs of a linear map, of which up to two panels are prepared at a time. `reduced`:
-// what is made of what the map reads, for each use; `room`: for `kRoom` floats of each row that uses any.
+// What uses do to outputs of a linear map, for one member of a crew. `reduced`: what is made of what the
+// map reads, for each use; `room`: for `room_for` so many rows that use any.
 class PanelChanges {
   public:
-    static constexpr int64_t kPlaces = 2, kRoom = kPlaces * 2 * kPanel;
-
     PanelChanges() = default;
     PanelChanges(const Uses& uses, int64_t index, ChangedMap map, const Inputs& in, const float* reduced,
                  float* room);
 
+    static int64_t room_for(int64_t slots) { return at_once(slots) * 2 * slots * kPanel; }
+
     bool any() const { return uses_ != nullptr; }
 
-    // What becomes of a panel of the map is known at this place.
-    void prepare(int64_t place, int64_t panel);
+    // What becomes of these panels of the map is known, until others are prepared.
+    void prepare(int64_t panel, int64_t count) {
+        if (uses_ && (panel < begin_ || panel + count > end_)) compute(panel);
+    }
 
-    // Sixteen outputs of a row as they are after its changes; those of other rows stay as they are.
-    simd::Floats changed(int64_t place, int64_t row, simd::Floats x) const {
+    // Sixteen outputs of a row as they are after its changes; those of other rows stay as they are. A
+    // factor of 1 changes no bit, so it does not matter who else has one.
+    simd::Floats changed(int64_t panel, int64_t row, simd::Floats x) const {
         const int64_t slot = uses_ ? uses_->slot_of(row) : -1;
         if (slot < 0) return x;
-        const float* factor = room_ + (place * 2 * uses_->slots() + slot) * kPanel;
-        return simd::fma(x, simd::load(factor), simd::load(factor + uses_->slots() * kPanel));
+        const float* sum = sums_of(panel) + slot * kPanel;
+        if (!scales_) return simd::add(x, simd::load(sum));
+        return simd::fma(x, simd::load(sum + uses_->slots() * kPanel), simd::load(sum));
     }
 
   private:
-    void change_tile(const UseTile& tile, const Change& change, int64_t panel, float* factors,
-                     float* sums) const;
+    static constexpr int64_t kMostAtOnce = 16;
+
+    // Members go through neighbouring panels, so several are prepared at a time, two at least.
+    static int64_t at_once(int64_t slots) {
+        return std::clamp<int64_t>(256 / std::max<int64_t>(slots, 1), 2, kMostAtOnce);
+    }
+
+    void compute(int64_t panel);
+    void change_tile(const UseTile& tile, const Change& change) const;
+    // (slots, 16) sums, then as many factors.
+    float* sums_of(int64_t panel) const { return room_ + (panel - begin_) * 2 * uses_->slots() * kPanel; }
 
     const Uses* uses_ = nullptr;
     int64_t index_ = 0;
@@ -88,6 +102,8 @@ class PanelChanges {
     const Inputs* in_ = nullptr;
     const float* reduced_ = nullptr;
     float* room_ = nullptr;
+    bool scales_ = false;  // whether any change of the map has gains
+    int64_t begin_ = 0, end_ = 0;
 };
 
 }  // namespace everystep

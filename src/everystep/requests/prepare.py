@@ -191,8 +191,7 @@ def _requests(
     criteria allow more. `fills`: whether a cache object gets what the rows hold in the end.
     """
     fields, steering, ends = options.effective, options.steering, options.ends
-    drafter, verification = drafts
-    new = max(limits)
+    (drafter, verification), new = drafts, max(limits)
     stops = _stops(fields, ends.eos, options.tokenizer, steering.criteria, inputs.width + new)
     strategies, ends_by = dict.fromkeys(limits, strategy), dict.fromkeys(limits, stops)
     if min(limits) < new:
@@ -222,7 +221,7 @@ def _requests(
     companions: Sequence[tuple[Prompt, ...]] = none
     if fields.guidance_scale is not None or fields.dola_layers or contrast is not None:
         readout, companions = readout_of(subject, fields, contrast, steering, inputs)
-    adapters = none if options.adapters is None else adapters_of(options.adapters, inputs.batch)
+    adapters = adapters_of(options.adapters, inputs.batch)
     draws, pads = draws_of(options.seed, inputs.number, inputs.batch), inputs.pads
     return tuple(
         Request(

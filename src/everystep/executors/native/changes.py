@@ -211,8 +211,10 @@ class PackedAdapters:
 
 
 class AdaptersOfStep:
-    """What the feeds of a step ask of adapters; it must be kept until nothing is computed of it,
-    what is begun ahead included."""
+    """The uses of adapters that the feeds of a step ask for, in packed form.
+
+    It must be kept until nothing is computed with it, what is begun ahead included.
+    """
 
     def __init__(self, work: Work, packed: PackedAdapters) -> None:
         self._asked = {

@@ -1,7 +1,7 @@
 """What do adapters cost natively, and how fast are they on torch operators beside PEFT?
 
-    scripts/bench adapters [--new 64] [--pairs 9] [--targets all,default] [--rows 1,32]
-                           [--values float32,bfloat16] [--peft-rows 8] [--threads 2] [--out NAME]
+    scripts/bench adapters [--new 64] [--pairs 9] [--values float32,bfloat16] [--rows 1,32]
+                           [--targets all,default] [--peft-rows 8] [--threads 2] [--out NAME]
 
 Decodes with the default model in its 4 bits, rows in turn with adapters of rank 16 and without, and
 takes the medians of the ratios: one row with one adapter, and more rows, each with one of eight.

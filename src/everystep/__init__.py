@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from everystep.api.auto import AutoModelForSeq2SeqLM as AutoModelForSeq2SeqLM
     from everystep.api.auto import AutoTokenizer as AutoTokenizer
     from everystep.api.capabilities import Capability as Capability
+    from everystep.api.chat import ChatAnswer as ChatAnswer
     from everystep.api.chat import chat as chat
     from everystep.api.layout_prompt import layout_prompt as layout_prompt
     from everystep.api.load import load as load
@@ -61,6 +62,8 @@ if TYPE_CHECKING:
     from everystep.config import GenerationMode as GenerationMode
     from everystep.config import SynthIDTextWatermarkingConfig as SynthIDTextWatermarkingConfig
     from everystep.config import WatermarkingConfig as WatermarkingConfig
+    from everystep.dialogue import Message as Message
+    from everystep.dialogue import ToolCall as ToolCall
     from everystep.draws import set_seed as set_seed
     from everystep.drivers.generated import Generated as Generated
     from everystep.drivers.stream import Stream as Stream
@@ -162,6 +165,11 @@ if TYPE_CHECKING:
     from everystep.processors.watermark import WatermarkDetector as WatermarkDetector
     from everystep.processors.watermark import WatermarkDetectorOutput as WatermarkDetectorOutput
     from everystep.processors.watermark import WatermarkLogitsProcessor as WatermarkLogitsProcessor
+    from everystep.records.reader import Record as Record
+    from everystep.records.reader import RecordedRow as RecordedRow
+    from everystep.records.reader import RecordedRun as RecordedRun
+    from everystep.records.reader import RecordedStep as RecordedStep
+    from everystep.records.reader import read_record as read_record
     from everystep.requests.features import PromptInput as PromptInput
     from everystep.requests.options import Prefix as Prefix
     from everystep.runs.run import Run as Run
@@ -228,11 +236,12 @@ _NAMES = {
     "api.asynchronous": "AsyncEngine AsyncStream",
     "api.auto": "AutoConfig AutoModelForCausalLM AutoModelForSeq2SeqLM AutoTokenizer",
     "api.capabilities": "Capability",
-    "api.chat": "chat",
+    "api.chat": "ChatAnswer chat",
     "api.load": "load load_model",
     "api.many": "generate stream",
     "drivers.stream": "Stream",
     "api.model": "LanguageModel wrap",
+    "records.reader": "Record RecordedRow RecordedRun RecordedStep read_record",
     "requests.features": "PromptInput",
     "api.layout_prompt": "layout_prompt",
     "api.prefill": "prefill",
@@ -254,6 +263,7 @@ _NAMES = {
         ChatDefaults CompileConfig GenerationConfig GenerationMode SynthIDTextWatermarkingConfig
         WatermarkingConfig
     """,
+    "dialogue": "Message ToolCall",
     "draws": "set_seed",
     "engine.corpus": "Corpus",
     "errors": "EverystepError",

@@ -52,6 +52,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], type | None]] = {
     "register_activation": (es.register_activation, None),
     "set_seed": (es.set_seed, None),
     "read_rows": (es.read_rows, None),
+    "read_record": (es.read_record, None),
     "read_examples": (es.read_examples, None),
     "inspect_rows": (es.inspect_rows, None),
     "pack_rows": (es.pack_rows, None),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from everystep.draws import SeededDraws
 from everystep.engine import Continuous, Engine, Reuse, audit
-from everystep.engine.choices import StepRecord
+from everystep.engine.watching import StepRecord
 from everystep.executors.base import Executor
 from everystep.executors.native import NativeExecutor
 from everystep.executors.torch_executor import TorchExecutor

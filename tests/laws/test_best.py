@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from everystep.engine import Engine, Lockstep
-from everystep.engine.choices import StepRecord
+from everystep.engine.watching import StepRecord
 from everystep.executors.base import Executor
 from everystep.strategies import Beam, Greedy
 from everystep.testing.hash_model import ABILITIES, HashExecutor

@@ -15,8 +15,8 @@ from everystep import draws
 from everystep.draws import SeededDraws
 from everystep.engine import Engine, Guidance, Lockstep, drafting
 from everystep.engine.alternatives import fork_rows
-from everystep.engine.choices import StepRecord
 from everystep.engine.feed import Feeds
+from everystep.engine.watching import StepRecord
 from everystep.processors import best, edits
 from everystep.strategies import Beam, Greedy, Sample, single
 from everystep.testing.hash_model import HashExecutor

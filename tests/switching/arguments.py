@@ -8,6 +8,7 @@ request that the engine gets.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from tempfile import NamedTemporaryFile
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +31,7 @@ OBJECT = {"return_dict_in_generate": True}
 ASSISTANT = tiny_llama(seed=1, vocab_size=320, hidden_size=16)
 OTHER = tiny_tokenizer(300)
 DRAFTED = {"assistant_model": ASSISTANT}
+RECORDED = NamedTemporaryFile(suffix=".jsonl")  # noqa: SIM115  (it goes with the process)
 TRANSLATED = {**DRAFTED, "assistant_tokenizer": OTHER, "tokenizer": TOKENIZER}
 TEXTS = {"tokenizer": TOKENIZER, "eos_token_id": 2}
 TWICE = {"no_repeat_ngram_size": 1}
@@ -189,6 +191,7 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "seed": (4, {"do_sample": True}),
     "logprobs": (2, OBJECT),
     "prompt_logprobs": (2, OBJECT),
+    "record": (RECORDED.name, {}),
     "tokenizer": (TOKENIZER, OBJECT),
     "streamer": (Recorder(), {}),
     "custom_generate": (loop, {}),

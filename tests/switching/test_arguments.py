@@ -96,6 +96,7 @@ def seen(model: LanguageModel, face: str, given: Given) -> tuple[Any, list[str]]
 
     def noted(engine: Engine, request: Any) -> Any:
         parts = (request.stops, request.drafter, request.verification, request.pad_token)
+        parts += (request.watcher is not None,)
         asked.append(f"{fingerprint(request)} {parts!r}")
         return submit(engine, request)
 

@@ -104,6 +104,13 @@ class Delta(Addition):
         y = (x @ self.a.T) @ self.b.T
         return (y if self.shift is None else y + self.shift) * self.scale
 
+    def after(self, y: Tensor, x: Tensor, bias: Tensor | None, weight: float) -> Tensor:
+        scale = self.scale * weight
+        if scale != 0 and x.dim() == 2 and self.shift is None:
+            # The small factor is scaled, and the product is added where it is made.
+            return torch.addmm(y, (x @ self.a.T) * scale, self.b.T)
+        return Addition.after(self, y, x, bias, weight)
+
     def product(self, dtype: torch.dtype) -> Tensor:
         return self.b.to(dtype) @ self.a.to(dtype) * self.scale
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,17 +45,19 @@ class _FrozenProduct(torch.autograd.Function):
 
 def _back(grad: Tensor, matrix: Matrix) -> Tensor:
     """Turn a gradient (..., out) of a product into that of what was read, (..., in)."""
-    weights, begin = weights_of(matrix), 0
-    found = grad.new_zeros(*grad.shape[:-1], weights[0].shape[1])
+    rows, begin = grad.flatten(0, -2), 0
+    weights = weights_of(matrix)
+    found = rows.new_zeros(len(rows), weights[0].shape[1])
     for weight in weights:
-        rows, columns = weight.shape
-        step = rows if isinstance(weight, Tensor) else max(1, _STRETCH_VALUES // columns)
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
+        count, columns = weight.shape
+        step = count if isinstance(weight, Tensor) else max(1, _STRETCH_VALUES // columns)
+        for start in range(0, count, step):
+            stop = min(start + step, count)
             values = dense(rows_of(weight, start, stop)).to(grad.dtype)
-            found += grad[..., begin + start : begin + stop] @ values
-        begin += rows
-    return found
+            own = rows[:, begin + start : begin + stop]
+            found.addmm_(own, values)
+        begin += count
+    return found.view(*grad.shape[:-1], -1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,18 +135,22 @@ class _LearningLinear(LinearMap):
         return self.base.matrix()
 
     def _changed(self, y: Tensor, x: Tensor, parts: tuple[_Part, ...]) -> Tensor:
-        changed = y.clone()
-        for part in parts:
-            changed[:, part.start : part.stop] = self._around(part, y, x)
-        return changed
+        # Parts lie side by side, perhaps with rows between them that nobody changes.
+        ends = [0, *(end for part in parts for end in (part.start, part.stop)), y.shape[1]]
+        sizes = [stop - start for start, stop in pairwise(ends)]
+        pieces = list(torch.split(y, sizes, dim=1))
+        for number, part in enumerate(parts):
+            pieces[2 * number + 1] = self._around(part, pieces[2 * number + 1], x)
+        filled = [one for one in pieces if one.shape[1]]
+        return filled[0] if len(filled) == 1 else torch.cat(filled, dim=1)
 
     def _around(self, part: _Part, y: Tensor, x: Tensor) -> Tensor:
-        """Return (n, rows) of a part, after all of its steps; `y`: (n, out) without any."""
+        """Return (n, rows) of a part, after all of its steps; `y`: the same without any."""
         own = slice(part.start, part.stop)
         read = [x]
         for step in reversed(part.steps):
             read.append(step.change.before(read[-1], step.weight))
-        found = (y if read[-1] is x else self.base(read[-1]))[:, own]
+        found = y if read[-1] is x else self.base(read[-1])[:, own]
         bias = None if self.bias is None else self.bias[own]
         for step, given in zip(part.steps, reversed(read[:-1]), strict=True):
             found = step.around(found, given, bias, lambda x: self.base(x)[:, own])

@@ -85,7 +85,9 @@ class AdapterPlan:
         transposed = any(one.part.transposed for one in targets.values())
         _require_known(config, kind, transposed=transposed)
         shared, modules = _sorted(names, kind)
-        found = tuple((require_target(targets, name), held) for name, held in modules.items())
+        found = tuple(
+            (require_target(targets, name, model), held) for name, held in modules.items()
+        )
         for target, _ in found:
             if target.part.transposed and not kind.turned:
                 what = f"a {kind.name} of a projection that lies transposed is not supported"

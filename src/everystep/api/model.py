@@ -339,6 +339,18 @@ class LanguageModel(LoopMethods, Subject):
         made.chat_defaults = self.chat_defaults
         return made
 
+    def as_module(self) -> nn.Module:
+        """Return the model as a `torch.nn.Module`, for what takes such a module: optimisers,
+        `torch.compile`, `DistributedDataParallel`, `fully_shard` of the whole.
+
+        Its parameters are those of `named_parameters`, with the same names in its `state_dict`,
+        whose values lie as in a checkpoint. Its forward is that of the model without a cache. The
+        model generates with the values that they have at each call; where they lie in parts on
+        several processes, RequestError before `unshard()`. Weights that cannot learn yet can from
+        now on; UnsupportedError for quantised ones. Of a wrapped model it is `module`.
+        """
+        return self._held.as_module(self.__call__)
+
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Return the weights of a model that can learn, by the names that checkpoints give them.
 

@@ -14,6 +14,7 @@ from everystep.draws import SeededDraws
 from everystep.drivers.driver import Driver, finished
 from everystep.engine import Engine, Lockstep
 from everystep.errors import RequestError, UnsupportedError
+from everystep.models import Model
 from everystep.nn.modes import inference_mode
 from everystep.requests.door import KEYWORDS, Arguments, Objects, lists_options, sort
 from everystep.requests.features import Rows, with_features
@@ -51,7 +52,8 @@ def prefill(
     it, one row of what `model.generate` reads: `input_ids`, `inputs_embeds`, `position_ids`,
     `attention_mask`, and what the model declares. `prefix`: another one that this one goes on from.
     `adapter_names`: the adapter that it is fed with. The handle keeps a copy of the keys and
-    values, `prefix.nbytes` of them. UnsupportedError for a model with an encoder, RequestError for
+    values, `prefix.nbytes` of them. UnsupportedError for a model with an encoder, or with weights
+    that learn, RequestError for
     what does not fit.
 
     Example:
@@ -65,6 +67,13 @@ def prefill(
             "a model with an encoder has no prefix: its decoder starts from one token",
             do="Pass encoder_outputs to skip the encoder, and past_key_values to go on after what "
             "its decoder has read",
+        )
+    if isinstance(model.core, Model) and model.core.learns:
+        raise UnsupportedError(
+            "a prefix of weights that may change would be of weights of before",
+            wanted="a model whose weights stay as they are",
+            got="one that learns",
+            do="Pass model.frozen()",
         )
     if (prompt is None) == (not inputs):
         raise RequestError(

@@ -17,8 +17,10 @@ from everystep.cli.doctor import doctor
 from everystep.cli.failures import exit_code_of
 from everystep.cli.generate import generate
 from everystep.cli.info import info
+from everystep.cli.inspect import inspect
 from everystep.cli.models import models, pull, quantize
 from everystep.cli.perplexity import perplexity
+from everystep.cli.serve import serve
 from everystep.cli.terminal import require_streams, tolerate_narrow_encodings, write_line
 from everystep.cli.train import train
 from everystep.cli.transcribe import transcribe
@@ -32,9 +34,11 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(transcribe)
+app.command()(serve)
 app.command()(train)
 app.command()(pull)
 app.add_typer(models, name="models")
+app.command()(inspect)
 app.command()(info)
 app.command()(doctor)
 app.command()(bench)

@@ -94,6 +94,7 @@ OPTIONS = {
     "regex": Option(_FOLLOWING, "PATTERN"),
     "grammar": Option(_FOLLOWING, "FILE", kind=Path),
     "choices": Option(_FOLLOWING, "TEXT", repeats=True),
+    "record": Option("A run in your hands", "FILE", kind=Path),
 }
 """The options that stand for keywords, by name."""
 _RENAMED = {one.keyword: name for name, one in OPTIONS.items() if one.keyword is not None}

@@ -72,6 +72,7 @@ def generate(
     Without PROMPT and --file the prompt is read from standard input; beside them, text from a pipe
     or a file follows the prompt after a blank line.
     """
+    record = said.pop("record")
     form = chosen_form(as_json, as_jsonl, several=(said["num_return_sequences"] or 1) > 1)
     about_page = asked_page(page, lines, reasoning, system)
     images = tuple(image or ())
@@ -83,7 +84,7 @@ def generate(
         prompts = {"PROMPT": prompt, "--file": file, "--page": page}
         refuse_prompt({**prompts, "--system": system, "--chat": as_message, "--image": images})
     kept = save or resume
-    for written in (kept, trace):
+    for written in (kept, trace, record):
         # A run that is not there is an error of its own.
         if written is not None and (written != resume or resume.exists()):
             require_writable(written)
@@ -98,6 +99,7 @@ def generate(
     decoding |= o.forced_words(said["force_words"], tokenizer)
     mix = with_adapters(loaded, adapters)
     drafting = _drafting(decoding.pop("assistant_model", None), how)
+    drafting |= {} if record is None else {"record": record}
     ready = time.perf_counter()
     in_hands = any(one is not None for one in (save, resume, trace))
     begin: Any = es.open if in_hands else es.stream

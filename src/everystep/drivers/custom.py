@@ -129,6 +129,7 @@ def refuse_unseen(call: Call, loop: Loop) -> None:
         ("prompt inputs", bool(call.inputs.values) or any(call.inputs.pictures)),
         ("prefix", call.options.prefix is not None),
         ("hooks", bool(call.options.steering.hooks)),
+        ("record", call.options.record is not None),
         ("amateur_model", call.options.choosing.contrast is not None),
         ("n_best", call.options.choosing.n_best is not None),
         ("best_of", call.options.choosing.best_of is not None),

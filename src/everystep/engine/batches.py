@@ -22,6 +22,7 @@ from everystep.engine.rejection import judged
 from everystep.engine.sequels import Sequels
 from everystep.processors.guidance import guided
 from everystep.processors.pipeline import allowed_tokens, apply, best_read, decided
+from everystep.processors.stages import Stages
 from everystep.stops.check import check
 from everystep.strategies.base import Batch
 from everystep.strategies.single import Picked
@@ -70,6 +71,8 @@ def best_needed(request: Request, vocabulary: int) -> int:
     likelihoods = wants.logprobs is not None or wants.prompt_logprobs is not None
     if request.readout is not None or wants.history or likelihoods or request.verification.reads:
         return 0
+    if request.watcher is not None:
+        return 0
     if any({"scores", "logits"} & {*hook.reads} for hook in request.hooks):
         return 0
     if not request.processors:
@@ -95,7 +98,8 @@ class Scored:
     companion and of another model. `offered`: the scores, or what drafts that are accepted by
     chance leave of them. `early`: (n, R, V) logits of the layers that the readout names.
     `allowed`: (R, V) bool of what grammars let follow, for a readout that narrows. `shown`: the
-    scores of all steps, for criteria. `sequels`: what hooks say, if there are any.
+    scores of all steps, for criteria. `sequels`: what hooks say, if there are any. `stages`: the
+    scores after each stage, where a request is watched.
     """
 
     batch: Batch
@@ -109,6 +113,7 @@ class Scored:
     early: Tensor | None = None
     allowed: Tensor | None = None
     sequels: Sequels | None = None
+    stages: Stages | None = None
 
     @property
     def groups(self) -> list[Group]:
@@ -132,7 +137,8 @@ class Scored:
         at = torch.from_numpy(rows).to(every.device)
         if any(sequence.request.processors for sequence in sequences):
             seen = Rows(self.batch.table, sequences, lengths, chosen)
-            every[at] = apply(seen, Scores.of(every[at]), owned=True).whole().values
+            left = apply(seen, Scores.of(every[at]), owned=True, stages=self.stages)
+            every[at] = left.whole().values
         if self.sequels is not None:
             for row in rows.tolist():
                 self.sequels.force(every, row)
@@ -201,10 +207,15 @@ def score(
         if request.readout is not None and request.readout.narrows:
             allowed = allowed_tokens(seen, given.values)
     scores = mixed(request, given, beside, early, allowed)
+    stages = None
+    if any(group.request.watcher is not None for group in groups):
+        stages = Stages()
+        if scores is not given:
+            _note_readout(stages, layout, feeds.table, request, scores)
     if request.strategy.rounds > 1:  # each processes its own rows
         scores = Scores.of(scores.whole().values.clone())
     elif seen is not None:
-        scores = apply(seen, scores, owned=scores is not given)
+        scores = apply(seen, scores, owned=scores is not given, stages=stages)
     sequels = None
     if any(group.request.hooks for group in groups):
         fed = layout.of_rows(layout.sources)
@@ -216,8 +227,24 @@ def score(
     batch = _batch(groups, layout, feeds, stops, submitted, output.logits.shape[-1])
     offered = _offered(layout, scores, batch, feeds) if layout.drafted else scores
     return Scored(
-        batch, layout, logits, given, beside, scores, offered, shown, early, allowed, sequels
+        *(batch, layout, logits, given, beside, scores, offered, shown, early, allowed, sequels),
+        stages=stages,
     )
+
+
+def _note_readout(
+    stages: Stages, layout: Layout, table: TokenTable, request: Request, scores: Scores
+) -> None:
+    """Note what the readout made of the logits of the rows."""
+    visible = np.array([sequence.visible for sequence in layout.follow], dtype=np.int64)
+    rows = Rows(table, layout.of_rows(layout.sequences), visible)
+    stages.note(rows, scores, readout_name(request))
+
+
+def readout_name(request: Request) -> str:
+    """Return the name of what stands between logits and processors."""
+    readout = request.readout
+    return "log_softmax" if readout is None else type(readout).__name__.lower()
 
 
 def _batch(

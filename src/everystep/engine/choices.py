@@ -7,7 +7,7 @@ that error, and the others choose without it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,11 +22,11 @@ from everystep.engine.feed import Feeds, fed
 from everystep.engine.ledger import Ledger
 from everystep.engine.lengths import note_drafts
 from everystep.engine.logprobs import note_choices, with_prompt
+from everystep.engine.watching import StepRecord, WatchedStep
 from everystep.errors import NOBODYS
 from everystep.strategies.single import Picked
 from everystep.types import (
     Answer,
-    Children,
     Event,
     FinishReason,
     Group,
@@ -35,24 +35,12 @@ from everystep.types import (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepRecord:
-    """A look at what one kind of strategy saw and chose in one step; made only for observers.
-
-    `captures`: of a sequence whose request wants its layers or attentions, by its index, the first
-    position fed and what was answered.
-    """
-
-    scored: Scored
-    children: Children
-    captures: Mapping[int, tuple[int, Answer]]
-
-
 @dataclass(frozen=True, slots=True)
 class Commit:
     """All changes of a step: to put them in place twice is the same as once.
 
     `over`: groups whose last event is among the `events`, which are all that wait to be taken.
+    `told`: what watchers have still to be told.
     """
 
     changes: list[Change]
@@ -60,6 +48,7 @@ class Commit:
     events: deque[Event]
     history: History
     records: deque[StepRecord]
+    told: deque[WatchedStep]
 
 
 @dataclass(slots=True)
@@ -140,7 +129,7 @@ class Choices:
             layout = scored.layout
         if scored.shown:
             self.history = scored.shown[: len(before) + int(children.counts.max())]
-        if self.observed:
+        if self.observed or scored.stages is not None:
             self.records.append(StepRecord(scored, children, dict(self._captures(scored))))
         if any(group.request.wants.logprobs is not None for group in scored.groups):
             children, noted = note_choices(layout.sequences, layout.first, children, scored.logits)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from everystep.engine.batches import Scored
-from everystep.engine.choices import StepRecord
+from everystep.engine.watching import StepRecord
 from everystep.types import Answer, Children
 from everystep.types.request import Strategy
 

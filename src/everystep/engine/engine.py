@@ -26,7 +26,7 @@ from everystep.engine.alternatives import drop_alternatives
 from everystep.engine.amateurs import Amateurs, Contrast
 from everystep.engine.apply import Change, abandoned, drop_rows, release
 from everystep.engine.batches import History, best_needed
-from everystep.engine.choices import Choices, Commit, StepRecord, failed
+from everystep.engine.choices import Choices, Commit, failed
 from everystep.engine.counts import Counts
 from everystep.engine.drafting import Drafters
 from everystep.engine.events import last_events, settled_events
@@ -39,6 +39,7 @@ from everystep.engine.prefixes import Prefixes, Room
 from everystep.engine.reopen import Beginning, Known, forked, reopened
 from everystep.engine.schedule import Scheduler
 from everystep.engine.snapshot import read, resume, written
+from everystep.engine.watching import StepRecord, Watch, WatchedStep, told
 from everystep.errors import NOBODYS, UnsupportedError
 from everystep.executors.base import Executor, Exporting
 from everystep.executors.process import set_threads_here
@@ -53,6 +54,7 @@ from everystep.types import (
     StepOutput,
     TokenTable,
 )
+from everystep.types.request import Watcher
 
 Observer = Callable[[StepRecord], None]
 # Ids are drafted first: what reads feeds and gives for them beside reads and gives for drafts too.
@@ -101,6 +103,8 @@ class Engine:
         self._commit: Commit | None = None
         self._outbox: deque[Event] = deque()
         self._records: deque[StepRecord] = deque()
+        self._told: deque[WatchedStep] = deque()
+        self._watched_steps = 0
         self._broken = False
 
     @property
@@ -262,6 +266,7 @@ class Engine:
             self._end([abandoned(group, overdue, self.table, self.ledger) for group in late])
             return
         grants = self._let_in(self.scheduler.plan(self.preempt, self._join))
+        watch = Watch.of(grants)
         self.prefixes.shrink(self.scheduler.room)
         feeds = self._feeds()
         feeds.ready = [grant.group for grant in grants if grant.chooses(self.table)]
@@ -271,10 +276,14 @@ class Engine:
             ended = [failed([group], error, self.table, self.ledger) for group, error in broken]
             self._end([change for changes in ended for change in changes])
             return
+        if watch is not None:
+            watch.mark("draft")
         feed(grants, feeds)
         output = self._run(feeds, [grant.group for grant in grants])
         if output is None:
             return
+        if watch is not None:
+            watch.forwarded()
         note_hidden(feeds, output)
         for group in feeds.sharing:
             regroup(group, self.table, self.ledger)
@@ -282,7 +291,9 @@ class Engine:
             feeds, output, self.counts, self._submitted, bool(self.observers), self._history
         )
         choices.make()
-        self._end(choices.changes, choices)
+        if watch is not None:
+            watch.mark("choose")
+        self._end(choices.changes, choices, watch)
         self.guests.after(feeds)
 
     def _late(self) -> list[Group]:
@@ -356,7 +367,9 @@ class Engine:
 
     # --- the second half --------------------------------------------------------------------------
 
-    def _end(self, found: list[Change], step: Choices | None = None) -> None:
+    def _end(
+        self, found: list[Change], step: Choices | None = None, watch: Watch | None = None
+    ) -> None:
         """Carries out the changes, and what follows from them."""
         alive = False
         if any(change.group.request.linger for change in found):
@@ -380,6 +393,7 @@ class Engine:
             deque([*self._outbox, *events]),
             step.history if step else self._history,
             deque([*self._records, *(step.records if step else ())]),
+            self._watchers_told(found, step, watch),
         )
         self._put_in_place()
         for change in found:
@@ -391,6 +405,19 @@ class Engine:
             for observer in self.observers:
                 observer(self._records[0])
             self._records.popleft()
+        while self._told:
+            cast(Watcher, self._told[0].request.watcher)(self._told[0])
+            self._told.popleft()
+
+    def _watchers_told(
+        self, found: list[Change], step: Choices | None, watch: Watch | None
+    ) -> deque[WatchedStep]:
+        """All that watchers are to be told, with what they were not told yet."""
+        if watch is None and all(change.group.request.watcher is None for change in found):
+            return self._told
+        self._watched_steps += 1
+        records = step.records if step else ()
+        return deque([*self._told, *told(self._watched_steps, found, records, watch)])
 
     def _close(self, change: Change) -> None:
         """Ends the group: its rows are freed, and the rest of its result is reported."""
@@ -419,6 +446,7 @@ class Engine:
             self.scheduler.remove(group)
         self._history = commit.history
         self._records = commit.records
+        self._told = commit.told
         self._outbox = commit.events
         self._entering.clear()
         self._commit = None

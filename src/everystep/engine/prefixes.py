@@ -36,6 +36,10 @@ class Reuse:
     least: int = 16
 
 
+NO_REUSE = Reuse(least=NO_LIMIT)
+"""No row is of use to another group: for weights that may change between two steps."""
+
+
 class Room(NamedTuple):
     """The space that running groups leave: cache rows, and positions in them."""
 

@@ -28,6 +28,7 @@ from everystep.processors.best import is_few
 from everystep.processors.grammars.mask import GrammarMask
 from everystep.processors.order import RANK
 from everystep.processors.stacking import stack_key, stacked
+from everystep.processors.stages import Stages
 from everystep.processors.warpers import TemperatureLogitsWarper, TopKLogitsWarper
 from everystep.types import MOST_BEST, Rows, Scores
 from everystep.types.protocols import Processor
@@ -66,14 +67,17 @@ def decided(processors: Processors, vocabulary: int) -> bool:
     return masks and is_few(MOST_BEST, vocabulary)
 
 
-def apply(rows: Rows, scores: Scores, *, owned: bool = False) -> Scores:
+def apply(
+    rows: Rows, scores: Scores, *, owned: bool = False, stages: Stages | None = None
+) -> Scores:
     """Process the scores of R rows, each as its own request asks.
 
     The result is lists where processors leave few tokens of wide rows. Whole values may be written
-    to if they are `owned`; otherwise no argument is changed.
+    to if they are `owned`; otherwise no argument is changed. `stages`: gets what every processor
+    left.
     """
     in_place = owned and scores.tokens is None and scores.values.is_contiguous()
-    canvas = _Canvas(rows, scores.rising(), in_place)
+    canvas = _Canvas(rows, scores.rising(), in_place, stages=stages)
     shared = rows.sequences[0].request.processors
     if all(sequence.request.processors is shared for sequence in rows.sequences):
         canvas.run_all(shared)
@@ -112,6 +116,7 @@ class _Canvas:
     scores: Scores
     owned: bool
     temperature: TemperatureLogitsWarper | None = None
+    stages: Stages | None = None
 
     def run_all(self, processors: Processors) -> None:
         """Run the processors, one after another, on all rows."""
@@ -123,6 +128,8 @@ class _Canvas:
                 self.scores, self.owned, self.temperature = few, True, None
             else:
                 self._change(processor)
+            if self.stages is not None:
+                self.stages.note(self.rows, self.scores, waiting=self.temperature)
 
     def _few(self, processor: Processor) -> Scores | None:
         """Return what one of ours leaves as lists; None where that is not known to be little."""
@@ -163,7 +170,7 @@ class _Canvas:
             return
         scores, chosen = self.settled(), np.array(indices)
         at = torch.from_numpy(chosen).to(scores.values.device)
-        part = _Canvas(self.rows.select(chosen), scores.select(at), owned=True)
+        part = _Canvas(self.rows.select(chosen), scores.select(at), owned=True, stages=self.stages)
         part.run_all(processors)
         self._put(at, part.settled())
 

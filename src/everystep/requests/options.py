@@ -9,6 +9,7 @@ from typing import Any, cast
 from everystep.adapters import Mix
 from everystep.bridge.core import ForeignModel
 from everystep.config import Effective
+from everystep.dialogue.asked import Dialogue
 from everystep.draws import SeededDraws, SharedDraws, seed_of
 from everystep.engine import Contrast, Corpus
 from everystep.errors import RequestError, shown
@@ -16,6 +17,8 @@ from everystep.executors.base import Executor
 from everystep.models import Model
 from everystep.processors.allowed import AllowedSequences
 from everystep.processors.grammars.mask import GrammarMask
+from everystep.processors.thoughts import ThoughtBudget
+from everystep.records import RecordWriter
 from everystep.strategies import BestOf
 from everystep.types import Past, Prompt, ResolvedAdapter
 from everystep.types.draw_places import Draws
@@ -119,7 +122,7 @@ class Steering:
     """Objects that change or watch the choice of tokens, those of the caller among them.
 
     `allowed`: the sets of `allowed_sequences`, one for all rows or one each. `grammar`: what the
-    texts have to follow.
+    texts have to follow; `thoughts`: how long they may think.
     """
 
     processors: tuple[Callable[..., Any], ...] = ()
@@ -127,6 +130,7 @@ class Steering:
     prefix_allowed_tokens: Callable[..., Any] | None = None
     allowed: tuple[AllowedSequences, ...] = ()
     grammar: GrammarMask | None = None
+    thoughts: ThoughtBudget | None = None
     hooks: tuple[Hook, ...] = ()
 
     @property
@@ -184,7 +188,8 @@ class Options:
     active; `resolved`: what their names stand for. `deadline`: the moment from which on it takes no
     step. `starts_answer`: whether a chat template begins the answer to the messages; `trims`:
     whether texts lose the stop string that ended them. `negative_prompt`: what guidance leads away
-    from, as a call about prompts passed it.
+    from, as a call about prompts passed it. `dialogue`: what a conversation asks of tools and
+    thoughts. `record`: the file that steps are written to.
     """
 
     effective: Effective
@@ -203,6 +208,8 @@ class Options:
     starts_answer: bool = True
     trims: bool = False
     negative_prompt: object = None
+    dialogue: Dialogue | None = None
+    record: RecordWriter | None = None
 
     def resolved_of(self, mix: Mix) -> tuple[ResolvedAdapter, ...]:
         """Return what the names of a mix stand for, as in a request."""

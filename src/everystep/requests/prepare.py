@@ -24,6 +24,7 @@ from everystep.config.fields import PER_ROW
 from everystep.engine.collect import kept_rows
 from everystep.engine.draft_model import DraftModel
 from everystep.engine.forced import ForcedTokens
+from everystep.engine.recording import RunRecorder
 from everystep.errors import OversizeError, RequestError
 from everystep.memory import require_memory
 from everystep.nn.network import Full, Heard, State, Store, Window
@@ -31,6 +32,7 @@ from everystep.processors.allowed import AllowedSequences
 from everystep.processors.base import UserProcessor
 from everystep.processors.order import Facts, build
 from everystep.processors.stacking import varies
+from everystep.records import RecordWriter
 from everystep.requests.caches import continued, new_cache, require_possible, row_quantization
 from everystep.requests.drafts import drafts_of
 from everystep.requests.grammars import allowed_in, forces
@@ -60,6 +62,7 @@ from everystep.stops.strings import StopStrings
 from everystep.strategies import BestOf, ConstrainedBeam, Contrastive, Greedy, Sample
 from everystep.strategies.beams import BeamSettings
 from everystep.text import Spelling
+from everystep.text.digest import tokenizer_digest
 from everystep.types import DraftVerification, Prompt, Request, Wants
 from everystep.types.protocols import MATCHING, Processor
 from everystep.types.request import Drafter, Stop, Strategy
@@ -130,7 +133,7 @@ def prepare(
     options, most = replace(options, effective=fields), new
     if options.steering.criteria is not None:
         most = max(new, longest(options.steering.criteria) - inputs.width)
-    strategy = strategy_of(fields, options.choosing, len(ends.eos), most)
+    strategy = strategy_of(fields, options.choosing, _end_count(ends.eos, subject), most)
     if isinstance(strategy, ConstrainedBeam):
         require_known_words(strategy.constraints, subject.vocab_size)
     if isinstance(strategy, Contrastive):
@@ -168,6 +171,8 @@ def prepare(
     if new > _AHEAD and _ends_by_length(strategy, rows[0].stops, bool(options.steering.hooks)):
         width, ahead = strategy.width, new - 1  # the last token is not fed
         require_rows_fit(subject, inputs, width, ahead, together=together, coded=coded)
+    if options.record is not None:
+        rows = _recorded(subject, options, options.record, rows)
     shows = fields.output_hidden_states or fields.output_attentions
     captures, kept = bool(fields.return_dict_in_generate and shows), kept_rows(strategy)
     return Call(options, inputs, rows, runs, strategy, kept, captures, cache, how)
@@ -198,7 +203,7 @@ def _requests(
         # The caller's own criterion takes the place of limits; a search knows of them.
         whole = new if longest(steering.criteria) else 0
         ends_by = {limit: _within(stops, new - max(whole, limit)) for limit in limits}
-        made = partial(strategy_of, fields, options.choosing, len(ends.eos))
+        made = partial(strategy_of, fields, options.choosing, _end_count(ends.eos, subject))
         strategies = {limit: made(most if limit == new else limit) for limit in limits}
     processors = _processors(subject, options, inputs, limits, strategy)
     free = steering.grammar is not None and not steering.watches and strategy.reads.alone
@@ -250,6 +255,23 @@ def _requests(
         )
         for row, prompt in enumerate(inputs.prompts)
     )
+
+
+def _recorded(
+    subject: Subject, options: Options, writer: RecordWriter, rows: tuple[Request, ...]
+) -> tuple[Request, ...]:
+    """Return the requests with what writes down their steps."""
+    fields, tokenizer = options.effective, options.tokenizer
+    about = partial(RunRecorder.of, writer, fields, tokenizer, tokenizer_digest(tokenizer))
+    mixes = (tuple(name for name, _ in row.adapters) for row in rows)
+    watchers = (about(subject.digest(own), row) for own, row in zip(mixes, rows, strict=True))
+    return tuple(replace(row, watcher=one) for row, one in zip(rows, watchers, strict=True))
+
+
+def _end_count(ends: Sequence[int], subject: Subject) -> int:
+    """Return how many tokens a search counts as ends: with all but one of the vocabulary it looks
+    at every token already."""
+    return min(len(ends), subject.vocab_size - 1)
 
 
 def _new_cache(
@@ -479,6 +501,7 @@ def _processors(
             allowed=allowed[row] if allowed else None,
             encode=None if tokenizer is None else encode,
             grammar=steering.grammar,
+            thoughts=steering.thoughts,
         )
         return build(each[row].values_by_name, facts)
 

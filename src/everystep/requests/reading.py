@@ -8,6 +8,7 @@ from dataclasses import replace
 from everystep.config import FIELDS, ChatDefaults, Effective, merge_configs
 from everystep.errors import RequestError, shown
 from everystep.processors.grammars.source import KINDS
+from everystep.records import record_writer
 from everystep.requests.absent import REFUSED_FIELDS, refuse_fields
 from everystep.requests.arrays import read_adapters, read_functions, read_hooks, read_text, require
 from everystep.requests.door import NO_OBJECTS, Arguments, Objects
@@ -95,6 +96,7 @@ def read_options(
             ),
             prefix=read_prefix(objects.prefix),
             adapters=read_adapters(objects.adapter_names, objects.adapters, subject.adapters),
+            record=None if objects.record is None else record_writer(objects.record),
         )
     elif beside.return_legacy_cache:
         options = replace(options, recording=Recording(legacy_cache=True))
@@ -120,7 +122,7 @@ def _read_steering(
         require("prefix_allowed_tokens_fn", prefix_allowed, "__call__"),
         read_allowed(objects.allowed_sequences, tokenizer),
         read_grammar(asked, tokenizer, ends.eos, vocabulary),
-        read_hooks(objects.hooks),
+        hooks=read_hooks(objects.hooks),
     )
 
 

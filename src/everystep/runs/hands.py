@@ -16,7 +16,7 @@ from everystep.config import ChatDefaults
 from everystep.drivers.driver import Driver, Mailbox, reopen_after_fork
 from everystep.drivers.session import Session
 from everystep.engine import Beginning, Engine, Known, Turns
-from everystep.engine.choices import StepRecord
+from everystep.engine.watching import StepRecord
 from everystep.errors import RequestError, shown
 from everystep.nn.modes import inference_mode
 from everystep.requests.arrays import as_numbers
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 _BUDGET = 1024
 _READ_ONCE = (
     *("add_generation_prompt", "trim_stop_strings", "return_dict_in_generate"),
-    *("negative_prompt", "prefix", "cache_salt", "adapter_names", "adapters", "hooks"),
+    *("tools", "tool_choice", "parallel_tool_calls", "enable_thinking", "thinking_budget"),
+    *("record", "negative_prompt", "prefix", "cache_salt", "adapter_names", "adapters", "hooks"),
 )
 
 
@@ -115,6 +116,7 @@ class Rules:
             second=self.second,
             linger=keeps,
             keeps=keeps,
+            watcher=self.first.watcher,
         )
 
     def require_room(self, model: Subject, length: int) -> None:

@@ -29,8 +29,10 @@ from everystep.drivers.session import Session
 from everystep.engine import Beginning, Known
 from everystep.engine.decided import results_of
 from everystep.engine.logprobs import with_given
+from everystep.engine.recording import RunRecorder
 from everystep.errors import RequestError, shown
 from everystep.files.opening import as_path
+from everystep.records import Record, read_record
 from everystep.requests.door import PromptValues
 from everystep.requests.prompts import PromptLike
 from everystep.requests.subject import Subject
@@ -213,6 +215,18 @@ class Run:
         with self._hands.lock:
             return self._session.reply(0).of(self._group, complete(self._group))
 
+    def inspect(self) -> Record:
+        """Return the record of all steps so far, of this run and its forks.
+
+        RequestError unless the run was opened with record=FILE.
+        """
+        if (recorder := self._recorder) is None:
+            what, do = "this run keeps no record", "Open it with record=FILE"
+            raise RequestError(what, wanted="a run with a record", do=do)
+        with self._hands.lock:
+            recorder.writer.flush()
+            return read_record(recorder.writer.path)
+
     def explain(self, position: int, rivals: int = 5, index: int = 0) -> Explanation:
         """Explain a token: its logit, what each processor changed, the draw, the best `rivals`.
 
@@ -244,8 +258,10 @@ class Run:
         self, position: int, tokens: tuple[int, ...], rivals: int, index: int
     ) -> Explanation:
         """Take the step to this position again, on a fork, and explain it."""
-        twin = self._hands.fork(self._group)
-        name = twin.request.request_id
+        name = self._hands.name()
+        twin = self._hands.fork(
+            self._group, replace(self._group.request, request_id=name, watcher=None)
+        )
         try:
             self._hands.replace(twin, *self._before(tokens[:position], index, name))
             sight = self._hands.step(twin)
@@ -269,6 +285,7 @@ class Run:
         elif isinstance(request.strategy, Sample | BestOf):
             strategy = Sample()
         request = replace(request, strategy=strategy, drafter=None, linger=False, keeps=False)
+        request = replace(request, watcher=None)
         every = sequences_of(self._group)
         lineage = next((one.lineage for one in every if one.index == index), 0)
         values = self._values(len(tokens)) if is_one(self._group.request) else {}
@@ -414,6 +431,9 @@ class Run:
             twin = copy.copy(self)
             twin._ready, twin._memos = deque(), dict(self._memos)
             twin._group = self._hands.fork(self._group)
+            if (recorder := self._recorder) is not None:
+                own = self._group.request, twin._group.request
+                recorder.forked(*(one.request_id for one in own))
             try:
                 twin._reword()
                 if changes:
@@ -505,6 +525,8 @@ class Run:
         self._given = frozenset(given)
         self._memos = {n: one for n, one in self._memos.items() if n <= kept}
         self._memos[len(tokens)] = values
+        if (recorder := self._recorder) is not None:
+            recorder.edited(group.request.request_id, kept, tokens, sorted(given))
         self._follow(rules, len(tokens))
         self._ready.clear()
         self._reword()
@@ -520,10 +542,14 @@ class Run:
         """Let the text follow the ids that stand there now."""
         group, name = self._group, self._group.request.request_id
         self._wording = Wording(self.tokenizer)
-        if (trim := self._session.reply(0).trim(group.request)) is not None:
-            self._wording.trim(name, *trim)
+        self._session.reply(0).spell(self._wording, group.request)
         for index in range(group.request.strategy.returns):
             self._wording.follow(name, index, self._ids(index))
+
+    @property
+    def _recorder(self) -> RunRecorder | None:
+        watcher = self._group.request.watcher
+        return watcher if isinstance(watcher, RunRecorder) else None
 
     def _spell(self, ids: list[int]) -> str | None:
         return None if self.tokenizer is None else str(self.tokenizer.decode(ids))

@@ -34,16 +34,15 @@ from everystep.files.safetensors import read_file
 from everystep.nn.digests import add_tensor
 from everystep.requests.door import PromptValues
 from everystep.requests.options import Prefix
-from everystep.requests.prompts import TokenizerLike
 from everystep.requests.subject import Subject
 from everystep.runs.hands import Asked
+from everystep.text.digest import tokenizer_digest
 from everystep.types import nobodys
 from everystep.types.stored import fits, fits_memo, from_bytes, to_bytes
 
 _FORMAT, _VERSION = "everystep.run", 3
 _PROMPT, _ROW = "prompt.", "row."
 """Before the names of tensors of the prompt; the latter where they stood in a list of one row."""
-_PROBE = "Hello, World! 12.5 naïve Ωμέγα 日本語 🙂\n\t{'a': 1}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,11 +164,13 @@ def read_run(
     absent = sorted({name for _, (_, missing, *_) in written["rules"] for name in missing})
     if metadata.get("pass_again") != " ".join(absent):
         raise _damaged(file, "pass_again")
+    record = {name: one for name, one in again.items() if name == "record"}
+    again = {name: one for name, one in again.items() if name != "record"}
     _check_again(absent, again)
     _check_prefix(written["prefix"], again)
     rules = []
     for start, (plain, missing, seed, sampling) in written["rules"]:
-        options = {**_revived(file, plain), **{name: again[name] for name in missing}}
+        options = {**_revived(file, plain), **{name: again[name] for name in missing}, **record}
         rules.append((start, Asked(options, seed, _chat(file, sampling))))
     given, shown_before = frozenset(written["given"]), frozenset(written["shown"])
     trail = Trail(given, written["memos"], written["number"], shown_before)
@@ -315,6 +316,8 @@ def _plain(
     plain: dict[str, object] = {}
     missing: list[str] = []
     for name, value in asked.options.items():
+        if name == "record":
+            continue  # a file of the run that is saved, not of one that goes on from it
         said = value.to_diff_dict() if isinstance(value, GenerationConfig) else value
         try:
             to_bytes(said)
@@ -363,20 +366,3 @@ def prefix_digest(prefix: object) -> str | None:
     if not isinstance(prefix, Prefix):
         return None
     return f"{len(prefix)} {fingerprint(nobodys(prefix.prompt))}"
-
-
-def tokenizer_digest(tokenizer: TokenizerLike | None) -> str:
-    """Return a text that is equal for tokenizers that spell alike: judged by a text, their size,
-    special tokens and chat template, and 256 of their tokens."""
-    if tokenizer is None:
-        return "none"
-    count = len(tokenizer)
-    sample = [*range(0, count, max(1, count // 256))]
-    parts = (
-        count,
-        tokenizer.convert_ids_to_tokens(sample),
-        tokenizer.encode(_PROBE),
-        tokenizer.all_special_tokens,
-        tokenizer.chat_template,
-    )
-    return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from everystep.engine.batches import mixed
-from everystep.engine.choices import StepRecord
+from everystep.engine.watching import StepRecord
 from everystep.processors.base import UserProcessor
 from everystep.processors.pipeline import apply
 from everystep.shown import table

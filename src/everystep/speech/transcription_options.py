@@ -13,6 +13,7 @@ from torch import Tensor
 from everystep.config import GenerationConfig
 from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.models import Model
+from everystep.records import record_writer
 from everystep.requests.door import Arguments, OfSpeech
 from everystep.requests.subject import Subject
 from everystep.speech.prefix import Said, SpeechTokens, read_tokens
@@ -110,6 +111,8 @@ def read_speech(model: Subject, given: Arguments) -> Speech:
     kept = said("pad_token_id")
     rest = {name: one for name, one in prompt.named.items() if name != "input_features"}
     processors: Any = given.objects.logits_processor
+    if (record := given.objects.record) is not None:
+        record = record_writer(record)  # one for all windows
     return Speech(
         sounds=sounds,
         frames=frames,
@@ -141,6 +144,7 @@ def read_speech(model: Subject, given: Arguments) -> Speech:
         rest=replace(
             given,
             fields={name: one for name, one in given.fields.items() if name not in _CHOSEN},
+            objects=replace(given.objects, record=record),
             prompt=replace(prompt, attention_mask=None, decoder_input_ids=None, named=rest),
             speech=None,
         ),

@@ -67,6 +67,7 @@ a caller declares under other names are passed as `**inputs`, a `dict[str, Any]`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from typing import Literal, TypedDict
 
 import numpy as np

@@ -33,6 +33,9 @@ from everystep.types.scores import Scores
 from everystep.types.table import TokenTable
 from everystep.types.work import Past, ResolvedAdapter
 
+Watcher = Callable[[Any], None]
+"""A function that is told of every step of a request; see `engine/watching.py`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Wants:
@@ -72,7 +75,8 @@ class Request:
     their names stand for, one for each, empty where the executor knows the names itself. `hooks`
     see every step and may add to it. `salt`: only requests of equal salt share what their prompts
     begin with. `deadline`: a moment of the engine's clock from which on it takes no further step,
-    whether it waits or runs; None for no such moment.
+    whether it waits or runs; None for no such moment. `watcher`: gets every step of the request;
+    nothing that is computed depends on it.
     `linger` keeps finished sequences in the batch, fed with `pad_token`, until all are done; with
     `keeps` their group stays even then, and keeps their rows until it is cancelled or replaced. The
     pad prefix is made of `prefix_token`, or of `pad_token` where that is None. `shift`: visible
@@ -103,6 +107,7 @@ class Request:
     salt: str | None = None
     hooks: tuple[Hook, ...] = ()
     deadline: float | None = None
+    watcher: Watcher | None = None
     shift: int = field(init=False)
     prompt_visible: int = field(init=False)
 

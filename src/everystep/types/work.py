@@ -82,7 +82,7 @@ class Given(NamedTuple):
 
 
 class ResolvedAdapter(Protocol):
-    """The value that the name of an adapter stands for in a request; nothing changes it.
+    """The adapter that a name stands for in a request; nothing changes it.
 
     Two are equal only if they are the same, which their numbers say too.
     """

@@ -211,10 +211,8 @@ class PackedAdapters:
 
 
 class AdaptersOfStep:
-    """The uses of adapters that the feeds of a step ask for, in packed form.
-
-    It must be kept until nothing is computed with it, what is begun ahead included.
-    """
+    """The adapters that the feeds of a step ask for; to be kept until nothing is computed of them,
+    what is begun ahead included."""
 
     def __init__(self, work: Work, packed: PackedAdapters) -> None:
         self._asked = {

@@ -1,0 +1,378 @@
+"""What a record says in tables and lines of text that anybody may see: its texts are harmless."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from everystep.inspector.paths import Node, Paths, choosing, rows_along
+from everystep.records import Record, RecordedRow, RecordedRun
+
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+BARS = "▁▂▃▄▅▆▇█"
+_NAMED = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
+_EDGE = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token of a text as it is shown: its marks, its surprise in nats, and how it came about."""
+
+    at: int
+    id: int
+    text: str
+    surprise: float | None
+    origin: str
+    row: RecordedRow | None
+
+
+def marked(text: str, *, spaces: bool = True) -> str:
+    """Return the text with marks in place of what moves, hides or turns: controls, directions,
+    half characters; with `spaces`, spaces and line breaks have marks too."""
+    found = []
+    for one in text:
+        if one in _NAMED and (spaces or one == "\r"):
+            found.append(_NAMED[one])
+        elif one in "\n\t":
+            found.append(one)
+        elif unicodedata.category(one) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
+            found.append(f"‹U+{ord(one):04X}›")
+        else:
+            found.append(one)
+    return "".join(found)
+
+
+def spelled(record: Record, id: int) -> str:
+    """Return a token's text with its marks."""
+    return marked(record.spell(id))
+
+
+def tokens_of(record: Record, run: RecordedRun, index: int = 0) -> list[Token]:
+    """Return the tokens of a sequence."""
+    ids = run.tokens.get(index, [])
+    found = []
+    for at, (id, row) in enumerate(zip(ids, rows_along(run, index), strict=True)):
+        origin = "given" if at in run.given else "unknown" if row is None else row.origin
+        surprise = None
+        if row is not None and origin != "given":
+            surprise = surprise_of(row, id)
+        found.append(Token(at, id, spelled(record, id), surprise, origin, row))
+    return found
+
+
+def surprise_of(row: RecordedRow, id: int) -> float | None:
+    """Return -log of the model's probability of a token, in nats."""
+    logit, total = dict(zip(row.ids, row.logits, strict=True)).get(id), row.totals[0]
+    return None if logit is None or total is None else max(total - logit, 0.0)
+
+
+def level(surprise: float | None) -> int:
+    """Return how surprising a token is: from 0, above one in two, to 4, below one in 1,000."""
+    if surprise is None:
+        return 0
+    return sum(surprise > -math.log(share) for share in (0.5, 0.1, 0.01, 0.001))
+
+
+def strip(values: Sequence[float | None], width: int = 60) -> str:
+    """Return bars of the values, the highest of those that share a place."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known:
+        return ""
+    most, share = max(known) or 1.0, max(1, math.ceil(len(values) / width))
+    bars = []
+    for first in range(0, len(values), share):
+        own = [v for v in values[first : first + share] if v is not None and math.isfinite(v)]
+        bars.append(BARS[min(7, int(max(own) / most * 7.999))] if own else " ")
+    return "".join(bars)
+
+
+def number(value: float | None) -> str:
+    """Return a score in four digits; - for what was ruled out."""
+    return "-" if value is None else f"{value:.4g}"
+
+
+def stage_name(name: str) -> str:
+    """Return the name of a stage, without what the names of processors end with."""
+    short = name.removesuffix("Warper").removesuffix("Processor").removesuffix("Logits")
+    return marked(short or name)
+
+
+# --- what stands at the top -----------------------------------------------------------------------
+
+
+def heading(record: Record, run: RecordedRun) -> list[tuple[str, str]]:
+    """Return what was decided before the first step, by name."""
+    about = run.about
+    prompt = "".join(spelled(record, id) for id in run.prompt)
+    found = [
+        ("run", marked(run.name)),
+        ("model", _short(record.header.get("model"))),
+        ("tokenizer", _short(record.header.get("tokenizer"))),
+        ("everystep", _text(record.header.get("everystep"))),
+        ("strategy", _text(about.get("strategy"))),
+        ("seed", _text(about.get("seed"))),
+        ("prompt", f"{len(run.prompt)} ids: {prompt}"),
+    ]
+    for name in ("readout", "drafter"):
+        if about.get(name) is not None:
+            found.append((name, _text(about[name])))
+    for name in ("processors", "stops", "hooks", "adapters"):
+        for one in _items(about.get(name)):
+            found.append((name, _text(one[-1] if isinstance(one, list) and one else one)))
+    configuration = about.get("configuration")
+    if isinstance(configuration, dict):
+        for name, said in configuration.items():
+            value, source = said if isinstance(said, list) and len(said) == 2 else (said, "")
+            found.append((marked(str(name)), f"{_text(value)} ({_text(source)})"))
+    if run.parent is not None:
+        found.append(("goes on from", f"run {marked(run.parent[0])} after {run.parent[1]} ids"))
+    if record.cut:
+        found.append(("incomplete", "the file was cut off, or lines were too long"))
+    return found
+
+
+def _items(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
+
+
+def _text(value: object) -> str:
+    text = marked("none" if value is None else str(value)[:400], spaces=False)
+    return text.replace("\n", "⏎").replace("\t", "⇥")
+
+
+def _short(value: object) -> str:
+    return _text(value)[:16]
+
+
+def ends(record: Record, run: RecordedRun) -> list[str]:
+    """Return why each sequence stopped, and where it came closest to an end before."""
+    found = []
+    for end in sorted(run.ends, key=lambda one: one.index):
+        why = f"sequence {end.index} ended after {end.length} tokens: {marked(end.kind)}"
+        if end.matched is not None:
+            is_id = type(end.matched) is int
+            said = f"token {spelled(record, end.matched)}" if is_id else _text(end.matched)  # type: ignore[arg-type]
+            why += f" ({said})"
+        found.append(why)
+        if end.kind == "length" and (near := nearest_end(run, end.index)) is not None:
+            at, rank, share = near
+            found.append(
+                f"  closest to an end at token {at}: rank {rank}, "
+                f"{share:.2%} by the model's own logits"
+            )
+    if not run.ends:
+        found.append("nothing ended: the record stops before that")
+    return found
+
+
+def nearest_end(run: RecordedRun, index: int = 0) -> tuple[int, int, float] | None:
+    """Return where an end token was likeliest: the place, its rank and its share of the logits."""
+    best: tuple[int, int, float] | None = None
+    for at, row in enumerate(rows_along(run, index)):
+        for one in row.ends if row is not None else ():
+            total = row.totals[0] if row is not None else None
+            if one.logit is None or total is None:
+                continue
+            share = math.exp(min(one.logit - total, 0.0))
+            if best is None or share > best[2]:
+                best = at, one.rank, share
+    return best
+
+
+def series(tokens: Sequence[Token], width: int = 60) -> list[tuple[str, str, str]]:
+    """Return name, strip and range of the series along a text."""
+    rows = [one.row for one in tokens]
+    found = {
+        "surprise": [one.surprise for one in tokens],
+        "entropy": [None if row is None else row.entropies[0] for row in rows],
+        "entropy after": [None if row is None else row.entropies[1] for row in rows],
+        "rank": [None if row is None or row.ranks is None else float(row.ranks[0]) for row in rows],
+    }
+    lines = []
+    for name, values in found.items():
+        known = [value for value in values if value is not None]
+        if known:
+            span = f"{min(known):.3g} to {max(known):.3g}"
+            lines.append((name, strip(values, width), span))
+    return lines
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def steps(record: Record, run: RecordedRun) -> Table:
+    """Return the steps with choices, one line for each row of each."""
+    head = ("step", "seq", "at", "token", "origin", "share", "rank", "entropy", "left", "fed", "ms")
+    lines = []
+    for index, step in enumerate(choosing(run)):
+        for place, row in enumerate(step.rows):
+            share = "" if row.surprise is None else f"{math.exp(-row.surprise):.1%}"
+            rank = "" if row.ranks is None else str(row.ranks[0])
+            left = " ".join(f"-{stage.removed}" for stage in row.stages if stage.removed)
+            fed = " ".join(f"{one.start}+{one.count}" for one in step.fed if one.of == row.of)
+            spent = f"{sum(step.seconds.values()) * 1e3:.1f}"
+            chosen = "" if row.chosen is None else spelled(record, row.chosen)
+            lines.append(
+                (
+                    *(str(index), str(row.of), str(row.at), chosen, marked(row.origin), share),
+                    *(rank, number(row.entropies[0]), left),
+                    *((fed, spent) if place == 0 or len(step.fed) > 1 else ("", "")),
+                )
+            )
+    return head, lines
+
+
+def candidates(record: Record, row: RecordedRow) -> Table:
+    """Return the candidates of a choice, best first, with a column for every stage."""
+    head = ("", "id", "token", "logit", *(stage_name(one.name) for one in row.stages), "share")
+    total = row.totals[1]
+    order = sorted(
+        range(len(row.ids)),
+        key=lambda i: (
+            row.scores[i] is None,
+            -(row.scores[i] or 0.0),
+            row.logits[i] is None,
+            -(row.logits[i] or 0.0),
+        ),
+    )
+    lines = []
+    for i in order:
+        score = row.scores[i]
+        share = 0.0 if score is None or total is None else math.exp(min(score - total, 0.0))
+        lines.append(
+            (
+                "*" if row.ids[i] == row.chosen else "",
+                str(row.ids[i]),
+                spelled(record, row.ids[i]),
+                number(row.logits[i]),
+                *(number(stage.values[i]) for stage in row.stages),
+                "ruled out" if score is None else f"{share:.2%}",
+            )
+        )
+    removed = [str(stage.removed) if stage.removed else "" for stage in row.stages]
+    lines.append(("", "", "ruled out of all", "", *removed, ""))
+    return head, lines
+
+
+def about_choice(record: Record, row: RecordedRow) -> list[str]:
+    """Return what is to be said of a choice beside its candidates."""
+    found = [
+        f"sequence {row.of}, token {row.at}: entropy {number(row.entropies[0])} before and "
+        f"{number(row.entropies[1])} after the stages"
+    ]
+    if row.draw is not None:
+        one = row.draw
+        found.append(f"drawn: {one.number:.4f} lies in {one.low:.4f} to {one.high:.4f}")
+        marks = ["─"] * 50
+        for at in range(int(one.low * 49), int(one.high * 49) + 1):
+            marks[min(max(at, 0), 49)] = "━"
+        marks[min(max(int(one.number * 49), 0), 49)] = "▲"
+        found.append(f"0 {''.join(marks)} 1")
+    for end in row.ends:
+        score = "ruled out" if end.score is None else f"score {number(end.score)}"
+        found.append(f"end {spelled(record, end.id)}: rank {end.rank}, {score}")
+    return found
+
+
+# --- trees ----------------------------------------------------------------------------------------
+
+
+def tree(record: Record, run: RecordedRun) -> list[str]:
+    """Return the hypotheses of a run as lines of a tree, with why each one stopped being one."""
+    paths = Paths.of(run)
+    alive = {id(node) for node in paths.live.values()}
+    results = {tuple(ids) for ids in run.tokens.values()}
+    lines = [f"run {marked(run.name)}: {len(paths.ended)} ended, {len(paths.live)} live"]
+    todo: list[tuple[Node, str, bool]] = [
+        (child, "", child is paths.root.children[-1]) for child in reversed(paths.root.children)
+    ]
+    while todo:
+        node, indent, last = todo.pop()
+        edge = [node]
+        while len(edge[-1].children) == 1 and edge[-1].end is None:
+            edge.append(edge[-1].children[0])
+        tip = edge[-1]
+        text = "".join(spelled(record, one.id) for one in edge)
+        if len(text) > _EDGE:
+            text = f"{text[: _EDGE // 2]} … {text[-_EDGE // 2 :]} ({len(edge)} tokens)"
+        fate = _fate(tip, alive, results)
+        lines.append(f"{indent}{'└─' if last else '├─'} {text}{fate}")
+        below = indent + ("   " if last else "│  ")
+        todo += [(one, below, one is tip.children[-1]) for one in reversed(tip.children)]
+    return lines
+
+
+def _fate(node: Node, alive: set[int], results: set[tuple[int, ...]]) -> str:
+    """Return what became of a hypothesis; nothing where others continue it."""
+    score = f" {node.score:.4g}" if node.score else ""
+    if node.end is not None:
+        won = tuple(one.id for one in node.way()) in results
+        return f" [{marked(node.end)}{score}{', returned' if won else ''}]"
+    if node.children:
+        return ""
+    if id(node) in alive:
+        return f" [live{score}]"
+    return f" [dropped at step {node.step + 1}: its score{score} was not among the best]"
+
+
+# --- comparison -----------------------------------------------------------------------------------
+
+
+def comparison(one: Record, other: Record, index: int = 0) -> Iterator[str]:
+    """Yield what differs between two records: what was asked, and the first other token of each
+    pair of runs, with the margin by which each was chosen."""
+    for name in ("model", "tokenizer", "everystep"):
+        if one.header.get(name) != other.header.get(name):
+            pair = _short(one.header.get(name)), _short(other.header.get(name))
+            yield f"another {name}: {pair[0]} and {pair[1]}"
+    pairs = zip(one.runs.values(), other.runs.values(), strict=False)
+    for first, second in pairs:
+        yield from _difference(one, first, other, second, index)
+    if len(one.runs) != len(other.runs):
+        yield f"{len(one.runs)} runs and {len(other.runs)}"
+
+
+def _difference(
+    one: Record, first: RecordedRun, other: Record, second: RecordedRun, index: int
+) -> Iterator[str]:
+    run_of = f"run {marked(first.name)}"
+    for name in ("strategy", "seed", "processors", "stops", "configuration"):
+        if first.about.get(name) != second.about.get(name):
+            what = f"{run_of}: another {name}"
+            yield f"{what}: {_text(first.about.get(name))}"
+            yield f"{' ' * len(what)}  {_text(second.about.get(name))}"
+    if first.prompt != second.prompt:
+        same = _common(first.prompt, second.prompt)
+        yield f"{run_of}: the prompts differ from id {same} on"
+    mine, theirs = first.tokens.get(index, []), second.tokens.get(index, [])
+    at = _common(mine, theirs)
+    if at == len(mine) == len(theirs):
+        yield f"{run_of}: the same {at} tokens"
+        return
+    if at in (len(mine), len(theirs)):
+        yield f"{run_of}: the same {at} tokens, then one of them goes on"
+        return
+    pair = spelled(one, mine[at]), spelled(other, theirs[at])
+    yield f"{run_of}: the first other token is {at}: {pair[0]} and {pair[1]}"
+    for run, own, rival in ((first, mine[at], theirs[at]), (second, theirs[at], mine[at])):
+        yield f"  {_margin(rows_along(run, index)[at], own, rival)}"
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _margin(row: RecordedRow | None, own: int, rival: int) -> str:
+    """Return by how much a token was ahead of another one."""
+    if row is None:
+        return "it was given, not chosen"
+    scores = dict(zip(row.ids, row.scores, strict=True))
+    mine, theirs = scores.get(own), scores.get(rival)
+    if mine is None or theirs is None:
+        return "the other one was ruled out, or not among the candidates"
+    tie = ", a tie" if abs(mine - theirs) < 1e-4 else ""
+    margin = f"a margin of {mine - theirs:.4g}{tie}"
+    return f"score {number(mine)}, the other one's {number(theirs)}: {margin}"

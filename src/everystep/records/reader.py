@@ -1,0 +1,509 @@
+"""The reader of a record: every line judged before it is believed, all of it bounded.
+
+A file that was cut off at any byte opens with the lines that are whole. Fields that this version
+does not know are kept.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import BinaryIO
+
+from everystep.errors import FormatError
+from everystep.files.opening import as_path, open_regular
+from everystep.records.lines import MOST_LINE, VERSION
+
+MOST_READ = 2**31
+"""Bytes that are read of a record at most, after decompression."""
+MOST_DEPTH = 12
+_BLOCK = 2**16
+_GZIP = b"\x1f\x8b"
+Number = float | None
+Json = object
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The candidates' scores after a stage, None for those that it ruled out; `removed`: how many
+    tokens of the vocabulary it ruled out."""
+
+    name: str
+    removed: int
+    values: tuple[Number, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The number in (0, 1) that was drawn, and the part of it that leads to the chosen token."""
+
+    number: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class EndToken:
+    """An id that would have ended the text: its logit, its score and its rank among the scores."""
+
+    id: int
+    logit: Number
+    score: Number
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRow:
+    """One choice: `of`: the index of its sequence; `at`: how many ids stand after the prompt.
+
+    `score`: that of the sequence before. `chosen`: the token, None where nothing goes on from here.
+    `origin`: "chosen", "drafted" or "forced". `ids`, `logits`: the candidates. `totals`,
+    `entropies`, `ranks`: logarithms of the sums of exponentials, entropies in nats, and the ranks
+    of the chosen token, before and after all stages. `surprise`: -log of the model's probability of
+    the chosen token.
+    """
+
+    of: int
+    at: int
+    score: Number
+    chosen: int | None
+    origin: str
+    ids: tuple[int, ...]
+    logits: tuple[Number, ...]
+    stages: tuple[Stage, ...]
+    totals: tuple[Number, Number]
+    entropies: tuple[Number, Number]
+    ranks: tuple[int, int] | None
+    surprise: Number
+    draw: Draw | None
+    ends: tuple[EndToken, ...]
+
+    @property
+    def scores(self) -> tuple[Number, ...]:
+        """The candidates' scores after all stages."""
+        return self.stages[-1].values if self.stages else self.logits
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedChild:
+    """A hypothesis that came out of a step; `end`: the reason if it ended."""
+
+    parent: int
+    index: int
+    ids: tuple[int, ...]
+    score: Number
+    end: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedDraft:
+    """Ids that were drafted after the sequence `of`; the first `right` of them were right."""
+
+    of: int
+    ids: tuple[int, ...]
+    right: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """Positions that a sequence fed: `count` from `start` on; those before came from a cache."""
+
+    of: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """One step of a run; one without rows only fed. `beside`: how many other requests shared it.
+
+    `line`: the whole line, with fields that this version does not know.
+    """
+
+    number: int
+    rows: tuple[RecordedRow, ...]
+    children: tuple[RecordedChild, ...]
+    drafts: tuple[RecordedDraft, ...]
+    fed: tuple[Fed, ...]
+    seconds: Mapping[str, float]
+    beside: int
+    line: Mapping[str, Json] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedEnd:
+    """The end of a sequence: why, and after how many ids."""
+
+    index: int
+    kind: str
+    matched: Json
+    length: int
+
+
+@dataclass(slots=True)
+class RecordedRun:
+    """One run. `about`: its line, all that was decided before the first step. `tokens`: the ids of
+    each sequence by its index. `given`: positions whose ids were not chosen. `parent`: the run that
+    it goes on from, and after how many ids."""
+
+    name: str
+    about: Mapping[str, Json]
+    prompt: tuple[int, ...] = ()
+    steps: list[RecordedStep] = field(default_factory=list)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    given: set[int] = field(default_factory=set)
+    ends: list[RecordedEnd] = field(default_factory=list)
+    parent: tuple[str, int] | None = None
+
+    def row_at(self, position: int, index: int = 0) -> RecordedRow | None:
+        """Return the last choice of what stands at this position; None where it was given."""
+        for step in reversed(self.steps):
+            for row in step.rows:
+                if row.at == position and row.of == index:
+                    return row
+        return None
+
+    def rows(self, index: int = 0) -> dict[int, RecordedRow]:
+        """Return the last choice at every position of a sequence."""
+        return {row.at: row for step in self.steps for row in step.rows if row.of == index}
+
+
+@dataclass(slots=True)
+class Record:
+    """All that a file holds. `cut`: whether something is missing: the end, or what was too long.
+
+    `texts`: bytes of ids. `others`: lines of kinds that this version does not know.
+    """
+
+    header: Mapping[str, Json]
+    runs: dict[str, RecordedRun] = field(default_factory=dict)
+    texts: dict[int, bytes] = field(default_factory=dict)
+    others: list[Mapping[str, Json]] = field(default_factory=list)
+    cut: bool = False
+
+    def spell(self, id: int) -> str:
+        """Return the text of an id, with marks for bytes that are no text; <id> if it has none."""
+        text = self.texts.get(id)
+        return f"<{id}>" if text is None else text.decode(errors="backslashreplace")
+
+    def text(self, run: RecordedRun, index: int = 0) -> str:
+        """Return the text of a sequence; bytes that are no text are replaced."""
+        ids = run.tokens.get(index, [])
+        return b"".join(self.texts.get(id, b"") for id in ids).decode(errors="replace")
+
+
+def read_record(path: str | PathLike[str]) -> Record:
+    """Return what a record holds that `record=FILE` wrote, as far as the file is whole.
+
+    FormatError for a file that is no record, or that holds what no writer writes.
+
+    Example:
+
+        >>> text = es.generate(model, tokenizer, "Once", max_new_tokens=4, record=folder / "a")
+        >>> (run,) = es.read_record(folder / "a").runs.values()
+        >>> len(run.steps)
+        4
+    """
+    file = as_path(path)
+    record: Record | None = None
+    for number, data, whole in _lines(file):
+        line = _parsed(data)
+        if line is None and not whole:
+            if record is not None:
+                record.cut = True
+            break
+        if line is None:
+            raise _damaged(file, number, "it is no JSON object, or too deep")
+        try:
+            if record is None:
+                record = _begun(file, line)
+            else:
+                _READERS.get(str(line.get("type")), _keep)(record, line)
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+            raise _damaged(file, number, f"{type(error).__name__}: {error}") from error
+    if record is None:
+        wanted = "a file that record=FILE wrote"
+        raise FormatError(f"{file} is no record", wanted=wanted, got="no first line")
+    return record
+
+
+def _damaged(file: Path, number: int, what: str) -> FormatError:
+    return FormatError(f"{file} is no record: line {number} is damaged", got=what[:200])
+
+
+def _begun(file: Path, line: Mapping[str, Json]) -> Record:
+    if line.get("type") != "record":
+        raise FormatError(f"{file} is no record", wanted="a first line of the type record")
+    version = line.get("version")
+    if version != VERSION:
+        what = f"{file} is a record of another version"
+        raise FormatError(what, wanted=VERSION, got=repr(version)[:40], do="Install that version")
+    return Record(line)
+
+
+# --- bytes and lines ------------------------------------------------------------------------------
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
+    """Yield the lines by number, and whether each had its end."""
+    with open_regular(path) as file:
+        rest, number, read = b"", 0, 0
+        for block in _blocks(file):
+            read += len(block)
+            if read > MOST_READ:
+                raise FormatError(f"{path} is too large", wanted=f"at most {MOST_READ} bytes")
+            *lines, rest = (rest + block).split(b"\n")
+            for line in lines:
+                number += 1
+                yield number, line, True
+            if len(rest) > MOST_LINE:
+                raise _damaged(path, number + 1, f"more than {MOST_LINE} bytes")
+        if rest:
+            yield number + 1, rest, False
+
+
+def _blocks(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the bytes of a file, decompressed where they are, up to the first that is damaged."""
+    data = file.read(_BLOCK)
+    if not data.startswith(_GZIP):
+        while data:
+            yield data
+            data = file.read(_BLOCK)
+        return
+    unzip = zlib.decompressobj(31)
+    while data:
+        try:
+            yield unzip.decompress(data, _BLOCK)
+        except zlib.error:
+            return
+        if unzip.eof:
+            data, unzip = unzip.unused_data or file.read(_BLOCK), zlib.decompressobj(31)
+        else:
+            data = unzip.unconsumed_tail or file.read(_BLOCK)
+
+
+def _parsed(data: bytes) -> Mapping[str, Json] | None:
+    """Return a line's object; None for anything else."""
+    if len(data) > MOST_LINE:
+        return None
+    try:
+        found = json.loads(data, parse_constant=_refused)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and _is_shallow(found) else None
+
+
+def _refused(name: str) -> None:
+    raise ValueError(name)
+
+
+def _is_shallow(value: Json) -> bool:
+    """Return whether nothing lies too deep in it."""
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        inner: list[Json] = []
+        for one in level:
+            if isinstance(one, dict | list):
+                inner += one.values() if isinstance(one, dict) else one
+        if not inner:
+            return True
+        level = inner
+    return False
+
+
+# --- what lines say -------------------------------------------------------------------------------
+
+
+def _whole(value: Json) -> int:
+    if type(value) is not int or not -(2**53) < value < 2**53:
+        raise TypeError(f"no whole number: {value!r}"[:80])
+    return value
+
+
+def _number(value: Json) -> Number:
+    """Return a number; None for what was ruled out, and for what is none."""
+    if value is None or value == "nan":
+        return None
+    if value == "inf":
+        return float("inf")
+    if type(value) not in (int, float):
+        raise TypeError(f"no number: {value!r}"[:80])
+    return float(value)  # type: ignore[arg-type]
+
+
+def _real(value: Json) -> float:
+    found = _number(value)
+    if found is None:
+        raise TypeError("no number")
+    return found
+
+
+def _text(value: Json) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"no text: {value!r}"[:80])
+    return value
+
+
+def _list(value: Json, count: int | None = None) -> list[Json]:
+    if not isinstance(value, list) or (count is not None and len(value) != count):
+        raise TypeError(f"no list, or one of another length: {value!r}"[:80])
+    return value
+
+
+def _object(value: Json) -> Mapping[str, Json]:
+    if not isinstance(value, dict):
+        raise TypeError(f"no object: {value!r}"[:80])
+    return value
+
+
+def _ids(value: Json) -> tuple[int, ...]:
+    return tuple(map(_whole, _list(value)))
+
+
+def _numbers(value: Json, count: int) -> tuple[Number, ...]:
+    return tuple(map(_number, _list(value, count)))
+
+
+def _run_of(record: Record, line: Mapping[str, Json]) -> RecordedRun:
+    return record.runs[_text(line["run"])]
+
+
+def _run(record: Record, line: Mapping[str, Json]) -> None:
+    name = _text(line["run"])
+    if name in record.runs:
+        raise ValueError(f"run {name} begins twice")
+    record.runs[name] = RecordedRun(name, line, _ids(line["prompt"]))
+
+
+def _spelling(record: Record, line: Mapping[str, Json]) -> None:
+    for id, text in _object(line["texts"]).items():
+        if isinstance(text, dict):
+            try:
+                raw = base64.b64decode(_text(text["base64"]), validate=True)
+            except binascii.Error as error:
+                raise ValueError("no base64") from error
+        else:
+            raw = _text(text).encode(errors="backslashreplace")
+        record.texts[int(id)] = raw
+
+
+def _step(record: Record, line: Mapping[str, Json]) -> None:
+    run = _run_of(record, line)
+    number = _whole(line["step"])
+    if run.steps and number <= run.steps[-1].number:
+        return  # written twice, around an interrupt
+    seconds = _object(line.get("seconds", {})).items()
+    step = RecordedStep(
+        number,
+        tuple(_row(_object(row)) for row in _list(line.get("rows", []))),
+        tuple(_child(_list(one, 5)) for one in _list(line.get("children", []))),
+        tuple(
+            RecordedDraft(_whole(of), _ids(ids), _whole(right))
+            for of, ids, right in (_list(one, 3) for one in _list(line.get("drafts", [])))
+        ),
+        tuple(Fed(*map(_whole, _list(one, 3))) for one in _list(line.get("fed", []))),
+        {_text(name): _real(value) for name, value in seconds},
+        _whole(line.get("beside", 0)),
+        line,
+    )
+    run.steps.append(step)
+
+
+def _row(row: Mapping[str, Json]) -> RecordedRow:
+    ids = _ids(row["ids"])
+    stages = [_object(one) for one in _list(row.get("stages", []))]
+    chosen, ranks, draw = row.get("chosen"), row.get("ranks"), row.get("draw")
+    before, after = _numbers(row["totals"], 2)
+    sure, unsure = _numbers(row["entropies"], 2)
+    ends = [_list(one, 4) for one in _list(row.get("ends", []))]
+    return RecordedRow(
+        _whole(row["of"]),
+        _whole(row["at"]),
+        _number(row.get("score", 0.0)),
+        None if chosen is None else _whole(chosen),
+        _text(row.get("origin", "chosen")),
+        ids,
+        _numbers(row["logits"], len(ids)),
+        tuple(
+            Stage(_text(one["name"]), _whole(one["removed"]), _numbers(one["values"], len(ids)))
+            for one in stages
+        ),
+        (before, after),
+        (sure, unsure),
+        None if ranks is None else (_whole(_list(ranks, 2)[0]), _whole(_list(ranks, 2)[1])),
+        _number(row.get("surprise")),
+        None if draw is None else Draw(*map(_real, _list(draw, 3))),
+        tuple(
+            EndToken(_whole(id), _number(logit), _number(score), _whole(rank))
+            for id, logit, score, rank in ends
+        ),
+    )
+
+
+def _child(child: list[Json]) -> RecordedChild:
+    parent, index, ids, score, end = child
+    named = None if end is None else _text(end)
+    return RecordedChild(_whole(parent), _whole(index), _ids(ids), _number(score), named)
+
+
+def _tokens(record: Record, line: Mapping[str, Json]) -> None:
+    run, at, ids = _run_of(record, line), _whole(line["at"]), _ids(line["ids"])
+    own = run.tokens.setdefault(_whole(line["index"]), [])
+    if not 0 <= at <= len(own):
+        raise ValueError("tokens begin behind the end of the text")
+    own[at:] = ids
+
+
+def _end(record: Record, line: Mapping[str, Json]) -> None:
+    index, kind = _whole(line["index"]), _text(line["kind"])
+    ended = RecordedEnd(index, kind, line.get("matched"), _whole(line["length"]))
+    run = _run_of(record, line)
+    if ended not in run.ends:
+        run.ends.append(ended)
+
+
+def _edit(record: Record, line: Mapping[str, Json]) -> None:
+    run, at = _run_of(record, line), _whole(line["at"])
+    own = run.tokens.setdefault(0, [])
+    if not 0 <= at <= len(own):
+        raise ValueError("an edit begins behind the end of the text")
+    own[at:] = _ids(line["ids"])
+    run.given = set(_ids(line["given"]))
+    run.ends.clear()
+
+
+def _fork(record: Record, line: Mapping[str, Json]) -> None:
+    name, parent = _text(line["run"]), record.runs[_text(line["parent"])]
+    if name in record.runs:
+        raise ValueError(f"run {name} begins twice")
+    twin = RecordedRun(name, parent.about, parent.prompt, given=set(parent.given))
+    twin.tokens = {index: list(ids) for index, ids in parent.tokens.items()}
+    twin.parent = parent.name, len(parent.tokens.get(0, []))
+    record.runs[name] = twin
+
+
+def _cut(record: Record, line: Mapping[str, Json]) -> None:
+    record.cut = True
+    _keep(record, line)
+
+
+def _keep(record: Record, line: Mapping[str, Json]) -> None:
+    record.others.append(line)
+
+
+_READERS = {
+    "run": _run,
+    "spelling": _spelling,
+    "step": _step,
+    "tokens": _tokens,
+    "end": _end,
+    "edit": _edit,
+    "fork": _fork,
+    "cut": _cut,
+}

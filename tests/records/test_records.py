@@ -1,0 +1,267 @@
+"""A record opens with what is whole, wherever it was cut; what no writer writes is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from everystep.errors import FormatError, MissingFileError, RequestError
+from everystep.records import RecordWriter, exact, lines, read_record, reader, spelled, writer
+
+RUN = {"type": "run", "run": "0", "prompt": [5, 6]}
+ROW: dict[str, Any] = {
+    "of": 0,
+    "at": 0,
+    "ids": [3, 4],
+    "logits": [1.5, None],
+    "stages": [{"name": "TopK", "removed": 1, "values": [1.5, None]}],
+    "totals": [1.6, 1.5],
+    "entropies": [0.2, 0.0],
+    "chosen": 3,
+    "origin": "chosen",
+    "ranks": [0, 0],
+    "surprise": 0.1,
+    "draw": [0.5, 0.0, 1.0],
+    "ends": [[2, -1.0, None, 1]],
+}
+STEP = {
+    "type": "step",
+    "run": "0",
+    "step": 1,
+    "rows": [ROW],
+    "children": [[0, 0, [3], 0.0, None]],
+    "drafts": [[0, [3, 4], 1]],
+    "fed": [[0, 0, 2]],
+    "seconds": {"forward": 0.01},
+    "beside": 2,
+}
+TOKENS = {"type": "tokens", "run": "0", "index": 0, "at": 0, "ids": [3]}
+END = {"type": "end", "run": "0", "index": 0, "kind": "length", "matched": None, "length": 1}
+SPELLING = {"type": "spelling", "texts": {"3": "\x1b[31mé", "4": {"base64": "w6k="}}}
+LINES = [RUN, SPELLING, STEP, TOKENS, {**STEP, "step": 2}, END]
+
+
+def written(path: Path, more: list[dict[str, Any]] = LINES) -> Path:
+    record = RecordWriter(path)
+    assert record.begin("m", "t") == "0"
+    record.write(more)
+    record.flush()
+    return path
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    record = read_record(written(tmp_path / "a.jsonl"))
+    run = record.runs["0"]
+    assert record.header["model"] == "m" and run.prompt == (5, 6) and not record.cut
+    assert [step.number for step in run.steps] == [1, 2]
+    (row,) = run.steps[0].rows
+    assert row.ids == (3, 4) and row.scores == (1.5, None) and row.stages[0].removed == 1
+    assert row.draw is not None and row.draw.number == 0.5 and row.ends[0].id == 2
+    assert run.steps[0].drafts[0].right == 1 and run.steps[0].fed[0].count == 2
+    assert run.tokens == {0: [3]} and run.ends[0].kind == "length"
+    assert record.texts == {3: "\x1b[31mé".encode(), 4: "é".encode()}
+    assert record.text(run) == "\x1b[31mé" and record.spell(9) == "<9>"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_file_cut_at_any_byte_opens_with_what_is_whole(name: str, tmp_path: Path) -> None:
+    data = written(tmp_path / name).read_bytes()
+    whole, steps = (gzip.decompress(data) if name.endswith("gz") else data), []
+    first = whole.index(b"\n") + 1
+    for end in range(len(data)):
+        cut = tmp_path / "cut"
+        cut.write_bytes(data[:end])
+        try:
+            record = read_record(cut)
+        except FormatError as error:
+            assert name.endswith("gz") or end < first - 1, error
+            continue
+        steps.append(sum(len(run.steps) for run in record.runs.values()))
+    assert steps == sorted(steps) and steps[-1] == 2 and (0 in steps or name.endswith("gz"))
+
+
+def test_blocks_of_gzip_are_one_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_BLOCK", 100)
+    path = written(tmp_path / "a.gz")
+    plain = written(tmp_path / "a.jsonl")
+    assert gzip.decompress(path.read_bytes()) == plain.read_bytes()
+    monkeypatch.setattr(reader, "_BLOCK", 7)
+    assert read_record(path) == read_record(plain)
+
+
+@pytest.mark.parametrize("value", [0.1, -0.0, 1e-40, 3.4e38, 16777217.0, 1 / 3])
+def test_numbers_keep_their_bits(value: float) -> None:
+    own = np.float32(value)
+    there = json.loads(json.dumps(exact(float(own))))
+    assert np.float32(there).tobytes() == own.tobytes()
+
+
+def test_numbers_that_json_has_not(tmp_path: Path) -> None:
+    assert [exact(float(name)) for name in ("-inf", "inf", "nan")] == [None, "inf", "nan"]
+    assert spelled(b"\xc3") == {"base64": "ww=="} and spelled(b"a") == "a"
+
+
+def set_in(path: str, value: object) -> Callable[[list[dict[str, Any]]], None]:
+    def change(documents: list[dict[str, Any]]) -> None:
+        place: Any = documents
+        *parents, last = path.split(".")
+        for name in parents:
+            place = place[int(name) if isinstance(place, list) else name]
+        place[int(last) if isinstance(place, list) else last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (set_in("0.prompt", ["x"]), "line 2"),
+        (set_in("0.run", 7), "line 2"),
+        (set_in("2.run", "9"), "line 4"),
+        (set_in("2.rows.0.ids", [3]), "line 4"),
+        (set_in("2.rows.0.ids", {"a": 1}), "line 4"),
+        (set_in("2.rows.0.totals", [1.0]), "line 4"),
+        (set_in("2.rows.0.at", True), "line 4"),
+        (set_in("2.rows.0.at", 10**30), "line 4"),
+        (set_in("2.rows.0.stages.0.values", [1.0]), "line 4"),
+        (set_in("2.rows.0.draw", [0.1]), "line 4"),
+        (set_in("2.children.0", [0]), "line 4"),
+        (set_in("2.seconds", {"a": "b"}), "line 4"),
+        (set_in("1.texts", {"3": {"base64": "*"}}), "line 3"),
+        (set_in("1.texts", {"x": "a"}), "line 3"),
+        (set_in("3.at", 4), "line 5"),
+        (set_in("3.at", -1), "line 5"),
+    ],
+)
+def test_what_no_writer_writes_is_refused(
+    change: Callable[[list[dict[str, Any]]], None], says: str, tmp_path: Path
+) -> None:
+    documents = json.loads(json.dumps(LINES))
+    change(documents)
+    with pytest.raises(FormatError, match=says):
+        read_record(written(tmp_path / "a.jsonl", documents))
+
+
+HEADER = b'{"type":"record","version":1,"model":"m","tokenizer":"t"}\n'
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "no first line"),
+        (b"\x00" * 100, "no first line"),
+        (b"{}\n", "is no record"),
+        (b'{"type":"record","version":2}\n', "another version"),
+        (HEADER + b"[1]\n" + HEADER, "line 2"),
+        (HEADER + b'{"type":"x","a":NaN}\n' + HEADER, "line 2"),
+        (HEADER + b'{"a":' * 60 + b"1" + b"}" * 60 + b"\n", "line 2"),
+        (HEADER + b'{"a":' + b"[" * 90_000 + b"\n", "line 2"),
+        (HEADER + b'{"a":' + b"9" * 9_000 + b"}\n", "line 2"),
+        (HEADER + b"x" * (lines.MOST_LINE + 70_000), "more than"),
+        (b"\x1f\x8b\x08\x00garbage", "no first line"),
+    ],
+)
+def test_hostile_files_are_refused(data: bytes, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(data)
+    with pytest.raises(FormatError, match=says):
+        read_record(path)
+
+
+def test_what_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "MOST_READ", 100_000)
+    path = tmp_path / "a.gz"
+    path.write_bytes(gzip.compress(HEADER + (b'{"type":"new"}\n' * 10_000)))
+    with pytest.raises(FormatError, match="too large"):
+        read_record(path)
+    with pytest.raises(MissingFileError):
+        read_record(tmp_path / "none")
+    with pytest.raises(RequestError):
+        read_record("\0")
+
+
+def test_unknown_fields_and_lines_are_kept(tmp_path: Path) -> None:
+    path = written(tmp_path / "a", [RUN, {**STEP, "weather": "mild"}, {"type": "song", "run": 1}])
+    record = read_record(path)
+    assert record.runs["0"].steps[0].line["weather"] == "mild"
+    assert record.others == [{"type": "song", "run": 1}]
+
+
+def test_mutations_never_end_in_another_error(tmp_path: Path) -> None:
+    data, dice, path = written(tmp_path / "a").read_bytes(), random.Random(5), tmp_path / "b"
+    opened = 0
+    for _ in range(400):
+        spoilt = bytearray(data)
+        for _ in range(dice.randint(1, 3)):
+            at = dice.randrange(len(spoilt))
+            if dice.random() < 0.5:
+                spoilt[at] = dice.randrange(256)
+            else:
+                del spoilt[at : at + dice.randint(1, 9)]
+        path.write_bytes(spoilt)
+        try:
+            read_record(path)
+            opened += 1
+        except FormatError:
+            continue
+    assert 0 < opened < 400
+
+
+def test_a_record_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "MOST_LINE", 1_000)
+    path = written(tmp_path / "a", [RUN, {**STEP, "noise": "x" * 2_000}, TOKENS])
+    record = read_record(path)
+    assert record.cut and record.runs["0"].steps == [] and record.runs["0"].tokens == {0: [3]}
+    assert record.others[0]["what"] == "step"
+    monkeypatch.setattr(writer, "MOST_BYTES", 3_000)
+    path = written(tmp_path / "b", [RUN])
+    long = RecordWriter(tmp_path / "b")
+    long.begin("m", "t")
+    for number in range(1, 90):
+        long.write([{"type": "song", "n": number}] if number > 1 else [RUN])
+        long.write([{"type": "song", "n": "x" * 100}])
+    record = read_record(tmp_path / "b")
+    assert record.cut and record.others[-1]["what"] == "the rest"
+    assert (tmp_path / "b").stat().st_size < 3_500
+
+
+def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
+    record = RecordWriter(tmp_path / "a")
+    record.begin("m", "t")
+
+    def write() -> None:
+        for _ in range(50):
+            record.write([{"type": "song", "text": "x" * 3_000}])
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(read_record(tmp_path / "a").others) == 200
+
+
+def test_a_file_that_cannot_be_written_stops_the_record_alone(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    record = RecordWriter(tmp_path / "in" / "a")
+    record.begin("m", "t")
+    (tmp_path / "in" / "a").unlink()
+    (tmp_path / "in").rmdir()
+    with pytest.warns(UserWarning, match="stops here"):
+        record.write([RUN])
+    record.write([RUN])
+
+
+def test_a_place_where_no_file_can_be_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError):
+        RecordWriter(tmp_path / "none" / "a")
+    with pytest.raises(RequestError):
+        RecordWriter(5)  # type: ignore[arg-type]

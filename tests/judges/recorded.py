@@ -101,7 +101,7 @@ def _beam_differs(
         and one.score is not None
         and not math.isclose(row.score + scores[one.ids[0]], one.score, rel_tol=1e-4, abs_tol=1e-3)
         for one in live
-        if one.ids and one.ids[0] in scores and one.score > -1e6
+        if one.ids and one.ids[0] in scores and one.score is not None and one.score > -1e6
     )
 
 

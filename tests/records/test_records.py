@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 
 from everystep.errors import FormatError, MissingFileError, RequestError
-from everystep.records import RecordWriter, exact, lines, read_record, reader, spelled, writer
+from everystep.records import (
+    RecordWriter,
+    exact,
+    read_record,
+    reader,
+    record_lines,
+    spelled,
+    writer,
+)
 
 RUN = {"type": "run", "run": "0", "prompt": [5, 6]}
 ROW: dict[str, Any] = {
@@ -165,7 +173,7 @@ HEADER = b'{"type":"record","version":1,"model":"m","tokenizer":"t"}\n'
         (HEADER + b'{"a":' * 60 + b"1" + b"}" * 60 + b"\n", "line 2"),
         (HEADER + b'{"a":' + b"[" * 90_000 + b"\n", "line 2"),
         (HEADER + b'{"a":' + b"9" * 9_000 + b"}\n", "line 2"),
-        (HEADER + b"x" * (lines.MOST_LINE + 70_000), "more than"),
+        (HEADER + b"x" * (record_lines.MOST_LINE + 70_000), "more than"),
         (b"\x1f\x8b\x08\x00garbage", "no first line"),
     ],
 )
@@ -216,7 +224,7 @@ def test_mutations_never_end_in_another_error(tmp_path: Path) -> None:
 
 
 def test_a_record_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "MOST_LINE", 1_000)
+    monkeypatch.setattr(record_lines, "MOST_LINE", 1_000)
     path = written(tmp_path / "a", [RUN, {**STEP, "noise": "x" * 2_000}, TOKENS])
     record = read_record(path)
     assert record.cut and record.runs["0"].steps == [] and record.runs["0"].tokens == {0: [3]}

@@ -167,7 +167,7 @@ class RunRecorder:
             return {}
         line: dict[str, object] = {"type": "step", "run": name, "step": step.number}
         if step.record is not None:
-            chosen = _Chosen.of(step.record, step.place)
+            chosen = ChosenRows.of(step.record, step.place)
             line["rows"] = [row for row in map(chosen.row, range(len(chosen.rows))) if row]
             line["children"] = chosen.children()
             if drafts := chosen.drafts():
@@ -178,7 +178,7 @@ class RunRecorder:
         return line
 
 
-class _Row(NamedTuple):
+class RowPlace(NamedTuple):
     """A row that led to tokens: its number, its sequence, and how many drafted ids it follows."""
 
     number: int
@@ -187,7 +187,7 @@ class _Row(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Chosen:
+class ChosenRows:
     """The rows of one request in the record of a step, as numbers on the host.
 
     `before`, `after`: (R, V) logits, and the scores that were chosen from. `born`: of each sequence
@@ -196,14 +196,14 @@ class _Chosen:
 
     record: StepRecord
     request: Request
-    rows: list[_Row]
+    rows: list[RowPlace]
     born: dict[int, list[int]]
     before: np.ndarray
     after: np.ndarray
     numbers: list[float] | None
 
     @classmethod
-    def of(cls, record: StepRecord, place: int) -> _Chosen:
+    def of(cls, record: StepRecord, place: int) -> ChosenRows:
         """Take the rows of the group at this place."""
         scored, children, layout = record.scored, record.children, record.scored.layout
         request = scored.groups[place].request
@@ -216,7 +216,7 @@ class _Chosen:
         for s in members:
             if layout.sequences[s].finish is None:
                 most = max([1, *children.counts[born[s]].tolist()])
-                rows += [_Row(layout.first[s] + i, s, i) for i in range(most)]
+                rows += [RowPlace(layout.first[s] + i, s, i) for i in range(most)]
         at = torch.tensor([row.number for row in rows], dtype=torch.int64)
         at = at.to(scored.logits.device)
         numbers = None
@@ -266,7 +266,7 @@ class _Chosen:
             ]
         return found
 
-    def _tokens(self, at: _Row) -> list[int]:
+    def _tokens(self, at: RowPlace) -> list[int]:
         """Return the token at this place of each child of the row's sequence."""
         children = self.record.children
         return [
@@ -298,7 +298,7 @@ class _Chosen:
             found.append(("drafts", self.after[r]))
         return found
 
-    def _candidates(self, at: _Row, stages: list[np.ndarray], best: int) -> list[int]:
+    def _candidates(self, at: RowPlace, stages: list[np.ndarray], best: int) -> list[int]:
         """Return the best ids before and after every stage, those of the children, and the ends."""
         found: dict[int, None] = {}
         for values in reversed(stages):
@@ -307,7 +307,7 @@ class _Chosen:
         found |= dict.fromkeys(self._tokens(at))
         return list(found)
 
-    def _origin(self, at: _Row) -> str:
+    def _origin(self, at: RowPlace) -> str:
         """Return how the token of a row came about, where others were possible."""
         drafts = self.record.scored.layout.drafts[at.sequence]
         agreed = at.place < len(drafts) and self._tokens(at)[:1] == [int(drafts[at.place])]
@@ -380,7 +380,7 @@ def _said(value: object) -> str:
 
 def _configuration(fields: Effective) -> dict[str, object]:
     """Return every value of the configuration that is not a default, and its source."""
-    found = {}
+    found: dict[str, object] = {}
     for name, value in fields.items():
         if (source := fields.source(name)) != "default":
             simple = value is None or isinstance(value, bool | int | str)
@@ -416,7 +416,7 @@ def _on_host(scores: Tensor) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What is to be said of scores (V,) as a whole: the logarithm of the sum of their exponentials,
+    """Three numbers about scores (V,) as a whole: the logarithm of the sum of their exponentials,
     the entropy of their softmax in nats, and how many are possible."""
 
     total: float

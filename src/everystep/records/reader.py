@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from everystep.errors import FormatError
 from everystep.files.opening import as_path, open_regular
-from everystep.records.lines import MOST_LINE, VERSION
+from everystep.records.record_lines import MOST_LINE, VERSION
 
 MOST_READ = 2**31
 """Bytes that are read of a record at most, after decompression."""
@@ -40,7 +40,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class RecordedDraw:
     """The number in (0, 1) that was drawn, and the part of it that leads to the chosen token."""
 
     number: float
@@ -81,7 +81,7 @@ class RecordedRow:
     entropies: tuple[Number, Number]
     ranks: tuple[int, int] | None
     surprise: Number
-    draw: Draw | None
+    draw: RecordedDraw | None
     ends: tuple[EndToken, ...]
 
     @property
@@ -438,7 +438,7 @@ def _row(row: Mapping[str, Json]) -> RecordedRow:
         (sure, unsure),
         None if ranks is None else (_whole(_list(ranks, 2)[0]), _whole(_list(ranks, 2)[1])),
         _number(row.get("surprise")),
-        None if draw is None else Draw(*map(_real, _list(draw, 3))),
+        None if draw is None else RecordedDraw(*map(_real, _list(draw, 3))),
         tuple(
             EndToken(_whole(id), _number(logit), _number(score), _whole(rank))
             for id, logit, score, rank in ends

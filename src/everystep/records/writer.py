@@ -14,7 +14,7 @@ from pathlib import Path
 from everystep._version import __version__
 from everystep.files.atomic import require_writable
 from everystep.files.opening import as_path
-from everystep.records.lines import VERSION, Line, encoded
+from everystep.records.record_lines import VERSION, Line, encoded
 
 MOST_BYTES = 2**30
 """Bytes of a record at most, before compression; then one line says that the rest is left out."""

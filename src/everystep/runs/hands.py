@@ -16,6 +16,7 @@ from everystep.config import ChatDefaults
 from everystep.drivers.driver import Driver, Mailbox, reopen_after_fork
 from everystep.drivers.session import Session
 from everystep.engine import Beginning, Engine, Known, Turns
+from everystep.engine.sight import Sight
 from everystep.engine.watching import StepRecord
 from everystep.errors import RequestError, shown
 from everystep.nn.modes import inference_mode
@@ -25,7 +26,6 @@ from everystep.requests.options import Options
 from everystep.requests.prepare import Call, prepare, require_unfilled
 from everystep.requests.prompts import Tokenizing
 from everystep.requests.subject import Subject
-from everystep.runs.steps import Sight
 from everystep.strategies import Beam
 from everystep.types import Event, Group, Request
 from everystep.types.request import SecondStates

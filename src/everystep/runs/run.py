@@ -30,6 +30,7 @@ from everystep.engine import Beginning, Known
 from everystep.engine.decided import results_of
 from everystep.engine.logprobs import with_given
 from everystep.engine.recording import RunRecorder
+from everystep.engine.sight import Sight
 from everystep.errors import RequestError, shown
 from everystep.files.opening import as_path
 from everystep.records import Record, read_record
@@ -38,7 +39,7 @@ from everystep.requests.prompts import PromptLike
 from everystep.requests.subject import Subject
 from everystep.runs.hands import Asked, Hands, Rules, is_one, over, read_ids, require_changeable
 from everystep.runs.saved import NO_TRAIL, RunState, Trail, require_possible, write_run
-from everystep.runs.steps import Explanation, Sight, Step, explained
+from everystep.runs.steps import Explanation, Step, explained
 from everystep.shown import table
 from everystep.strategies import Beam, BestOf, Greedy, Sample
 from everystep.streamers import LiveBeam, Wording, beam_event

@@ -63,10 +63,13 @@ class HttpError(EverystepError):
 
 @dataclass(frozen=True, slots=True)
 class FrontSettings:
-    """The settings of a front. `body_bytes`: of a body at most; `body_seconds`: between two pieces of
-    it; `write_seconds`: that a reader may take nothing; `ping_seconds`: of silence in a stream
-    before a comment; `hosts`: names beside localhost and addresses; `origins`: of pages that may
-    ask; `deadline`: seconds that a request may take, None for any number."""
+    """The settings of a front.
+
+    `body_bytes`: of a body at most; `body_seconds`: between two pieces of it; `write_seconds`: that
+    a reader may take nothing; `ping_seconds`: of silence in a stream before a comment; `hosts`:
+    names beside localhost and addresses; `origins`: of pages that may ask; `deadline`: seconds that
+    a request may take, None for any number.
+    """
 
     body_bytes: int = 32 << 20
     body_seconds: float = 30.0
@@ -493,7 +496,7 @@ def error_body(error: HttpError) -> dict[str, Json]:
 
 
 class Responder:
-    """The server of an exchange: who may ask, what went wrong, and what ends when the client goes."""
+    """The server of an exchange: who may ask, what went wrong, what ends when the client goes."""
 
     def __init__(self, front: Front, answer: Callable[[Exchange], Awaitable[None]]) -> None:
         self._front, self._answer = front, answer

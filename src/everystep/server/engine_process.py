@@ -19,7 +19,7 @@ from everystep.server.host import EngineLimits, HostedModel, serve_connection
 
 
 class EngineOrders(msgspec.Struct, frozen=True):
-    """The orders of an engine: models by name, adapters of the first one by name, and its limits."""
+    """The orders of an engine: models by name, adapters of the first by name, and its limits."""
 
     models: dict[str, str]
     adapters: dict[str, str] = {}

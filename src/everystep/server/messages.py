@@ -53,8 +53,8 @@ class Quit(msgspec.Struct, tag=True, frozen=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """The facts of a model that the front needs: its name, adapters, ids that end a text, context and
-    vocabulary, and which executor runs it."""
+    """The facts of a model that the front needs: its name, adapters, ids that end a text, context
+    and vocabulary, and which executor runs it."""
 
     name: str
     adapters: list[str]
@@ -73,7 +73,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Known(msgspec.Struct, frozen=True):
-    """The likelihood of tokens where they stood: ids, log-probabilities, and the best of each place.
+    """The likelihood of tokens where they stood: ids, log-probabilities, the best of each place.
 
     `first`: the place of the first one in its row.
     """

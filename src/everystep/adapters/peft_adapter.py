@@ -156,14 +156,14 @@ class PeftAdapter:
     """
 
     __reduce_ex__ = refuse_copies
-    __slots__ = ("_kept", "_plan", "_seen", "_tensors", "training")
+    __slots__ = ("_kept", "_plan", "_tensors", "training")
 
     def __init__(self, plan: AdapterPlan, tensors: Mapping[str, Tensor]) -> None:
         self._plan = plan
         self._tensors = dict(tensors)
         self._join_twins()
-        self._kept: Adapter | None = None
-        self._seen: dict[str, Tensor | int] = {}  # of what is kept: copies, or versions
+        # What was computed last, with copies of the values that learn.
+        self._kept: tuple[Adapter, Mapping[str, Tensor]] | None = None
         self.training = False
 
     @property
@@ -262,29 +262,22 @@ class PeftAdapter:
         It is the same object for as long as no value has changed.
         """
         kept = None if self._follows_weights else self._kept
-        if kept is None or not all(map(self._is_as_seen, self._tensors)):
+        if kept is None or not self._has_values(kept[1]):
+            learning = {name: one for name, one in self._tensors.items() if one.requires_grad}
             with torch.no_grad():
-                held = {
-                    name: one.detach().clone() if one.requires_grad else one
-                    for name, one in self._tensors.items()
-                }
-                kept = self._plan.made(held)
-            seen = {
-                name: held[name] if one.requires_grad else _changes_in(one)
-                for name, one in self._tensors.items()
-            }
-            self._seen, self._kept = seen, kept
-        return kept
+                seen = {name: one.detach().clone() for name, one in learning.items()}
+                kept = self._kept = self._plan.made(self._tensors | seen), seen
+        return kept[0]
 
-    def _is_as_seen(self, name: str) -> bool:
-        """Tell whether a tensor has the values that are kept of it.
+    def _has_values(self, seen: Mapping[str, Tensor]) -> bool:
+        """Tell whether the tensors that learn are as they were seen.
 
-        Values that learn are compared, since an optimizer may write them past their version.
+        Their values are compared, since an optimizer may write them past the versions of torch.
         """
-        one, seen = self._tensors[name], self._seen.get(name)
-        if isinstance(seen, Tensor):
-            return one.requires_grad and torch.equal(one.detach(), seen)
-        return not one.requires_grad and _changes_in(one) == seen
+        learning = {name: one for name, one in self._tensors.items() if one.requires_grad}
+        return learning.keys() == seen.keys() and all(
+            torch.equal(one.detach(), seen[name]) for name, one in learning.items()
+        )
 
     def live(self) -> Adapter:
         """Return what it computes, differentiable in its tensors where they learn."""
@@ -304,11 +297,6 @@ class PeftAdapter:
             if one.requires_grad:
                 one.data = one.data.to(model.device)
         self._plan, self._kept = replace(self._plan, model=model), None
-
-
-def _changes_in(tensor: Tensor) -> int:
-    """Return how often the values were changed in place, as far as torch counts it."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 # --- the configuration ----------------------------------------------------------------------------

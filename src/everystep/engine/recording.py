@@ -380,7 +380,7 @@ def _said(value: object) -> str:
 
 def _configuration(fields: Effective) -> dict[str, object]:
     """Return every value of the configuration that is not a default, and its source."""
-    found = {}
+    found: dict[str, object] = {}
     for name, value in fields.items():
         if (source := fields.source(name)) != "default":
             simple = value is None or isinstance(value, bool | int | str)

@@ -51,6 +51,9 @@ class WatchedStep:
     beside: int
 
 
+_NOTHING: tuple[StepRecord | None, int] = (None, 0)
+
+
 @dataclass(slots=True)
 class Watch:
     """A look at a step that has watched requests, from its beginning on."""
@@ -99,16 +102,20 @@ def told(
     events = {id(change.group): tuple(change.events) for change in changes}
     groups = {id(change.group): change.group for change in changes}
     groups |= {id(group): group for group in (watch.groups if watch else ())}
-    return deque(
-        WatchedStep(
+    found: deque[WatchedStep] = deque()
+    for key, group in groups.items():
+        if group.request.watcher is None:
+            continue
+        record, place = chosen.get(key, _NOTHING)
+        one = WatchedStep(
             group.request,
             number,
-            *chosen.get(key, (None, 0)),
+            record,
+            place,
             events.get(key, ()),
             tuple(watch.fed.get(key, ())) if watch else (),
             dict(watch.seconds) if watch else {},
             len(watch.groups) - 1 if watch else 0,
         )
-        for key, group in groups.items()
-        if group.request.watcher is not None
-    )
+        found.append(one)
+    return found

@@ -205,7 +205,7 @@ def series(tokens: Sequence[Token], width: int = 60) -> list[tuple[str, str, str
 def steps(record: Record, run: RecordedRun) -> Table:
     """Return the steps with choices, one line for each row of each."""
     head = ("step", "seq", "at", "token", "origin", "share", "rank", "entropy", "left", "fed", "ms")
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for index, step in enumerate(choosing(run)):
         for place, row in enumerate(step.rows):
             share = "" if row.surprise is None else f"{math.exp(-row.surprise):.1%}"

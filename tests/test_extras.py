@@ -15,6 +15,7 @@ import pytest
 import everystep as es
 from everystep.bridge.reference import Reference
 from everystep.cli import machine
+from everystep.cli.serve import require_server
 from everystep.errors import MissingExtraError
 from everystep.files.hub import DEFAULT_ACCESS, HubId, fetch_file
 from everystep.files.picture_files import require_pillow
@@ -63,6 +64,7 @@ NEEDS: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     "sentencepiece": ("sentencepiece", "a folder without tokenizer.json", read_pieces),
     "soundfile": ("audio", "a.mp3", read_music),
     "pyarrow.parquet": ("train", "data.parquet", read_columns),
+    "uvicorn": ("server", "everystep serve", lambda _: require_server()),
 }
 
 

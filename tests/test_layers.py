@@ -30,7 +30,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("_version", "types", "errors", "memory", "processor"),
     ("config", "nn", "draws", "text", "images", "sounds", "files", "outputs"),
     ("cache", "processors", "stops", "shown", "records"),
-    ("models", "adapters", "executors"),
+    ("models", "adapters", "executors", "dialogue"),
     ("strategies",),
     ("engine", "bridge", "streamers"),
     ("requests",),
@@ -55,6 +55,7 @@ LISTED: dict[tuple[str, str], str] = {
     ("images", "files"): "how pictures are prepared is read from a folder",
     ("executors", "models"): "an executor runs a model: it reads specification and weights",
     ("adapters", "models"): "an adapter changes projections of a decoder, found by their names",
+    ("cli", "server"): "the command `everystep serve` starts the server",
     ("executors", "adapters"): "an executor adds what the adapters of a feed say",
     ("cli", "inspector"): "the command `inspect` prints what the inspector makes of a record",
 }
@@ -188,7 +189,7 @@ def test_nothing_is_used_where_it_may_not_be() -> None:
         ("nn/a.py", "from everystep import cache"),
         ("nn/a.py", "from everystep import generate"),
         ("files/a.py", "from everystep.text import Tokenizer"),
-        ("cli/a.py", "from everystep.server import app"),
+        ("cli/a.py", "from everystep.inspector import app"),
         ("api.py", "from everystep.testing import HashModel"),
     ],
 )

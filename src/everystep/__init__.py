@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from everystep.api.auto import AutoModelForSeq2SeqLM as AutoModelForSeq2SeqLM
     from everystep.api.auto import AutoTokenizer as AutoTokenizer
     from everystep.api.capabilities import Capability as Capability
+    from everystep.api.chat import ChatAnswer as ChatAnswer
     from everystep.api.chat import chat as chat
     from everystep.api.layout_prompt import layout_prompt as layout_prompt
     from everystep.api.load import load as load
@@ -61,6 +62,8 @@ if TYPE_CHECKING:
     from everystep.config import GenerationMode as GenerationMode
     from everystep.config import SynthIDTextWatermarkingConfig as SynthIDTextWatermarkingConfig
     from everystep.config import WatermarkingConfig as WatermarkingConfig
+    from everystep.dialogue import Message as Message
+    from everystep.dialogue import ToolCall as ToolCall
     from everystep.draws import set_seed as set_seed
     from everystep.drivers.generated import Generated as Generated
     from everystep.drivers.stream import Stream as Stream
@@ -233,7 +236,7 @@ _NAMES = {
     "api.asynchronous": "AsyncEngine AsyncStream",
     "api.auto": "AutoConfig AutoModelForCausalLM AutoModelForSeq2SeqLM AutoTokenizer",
     "api.capabilities": "Capability",
-    "api.chat": "chat",
+    "api.chat": "ChatAnswer chat",
     "api.load": "load load_model",
     "api.many": "generate stream",
     "drivers.stream": "Stream",
@@ -260,6 +263,7 @@ _NAMES = {
         ChatDefaults CompileConfig GenerationConfig GenerationMode SynthIDTextWatermarkingConfig
         WatermarkingConfig
     """,
+    "dialogue": "Message ToolCall",
     "draws": "set_seed",
     "engine.corpus": "Corpus",
     "errors": "EverystepError",

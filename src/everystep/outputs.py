@@ -8,12 +8,13 @@ file knows nothing of how the values come about.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from everystep.errors import RequestError, shown
 from everystep.types import FinishReason
@@ -129,6 +130,19 @@ class CausalLMOutput(OutputFields):
     hidden_states: Layers | None = None
     attentions: Layers | None = None
     logprobs: Tensor | None = field(default=None, kw_only=True)
+
+
+def _fields_of(output: CausalLMOutput) -> tuple[list[Any], None]:
+    return [getattr(output, one.name) for one in fields(output)], None
+
+
+def _of_fields(values: Iterable[Any], _: None) -> CausalLMOutput:
+    *positional, logprobs = values
+    return CausalLMOutput(*positional, logprobs=logprobs)
+
+
+# What wraps a module looks for the tensors in its output, as `fully_shard` does.
+_pytree.register_pytree_node(CausalLMOutput, _fields_of, _of_fields)
 
 
 def encoder_states(outputs: Any, name: str = "encoder_outputs") -> Tensor:

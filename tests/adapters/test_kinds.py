@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import everystep as es
-from everystep.adapters import Adapter, adapted, read_adapter
+from everystep.adapters import Adapter, AdapterUse, adapted, read_adapter
 from everystep.adapters.peft_adapter import _IDLE
 from everystep.adapters.peft_kinds import KINDS
 from everystep.errors import FormatError, UnsupportedError
@@ -79,6 +79,7 @@ MADE: Mapping[str, Callable[[], Any]] = {
     "oft, shared": _of("OFTConfig", r=0, oft_block_size=8, init_weights=False, block_share=True),
     "oft, bounded": _of("OFTConfig", r=0, oft_block_size=8, init_weights=False, coft=True, eps=0.5),
     "ia3": _of("IA3Config", feedforward_modules=["down_proj", "gate_proj"], init_ia3_weights=False),
+    "ia3, outputs": _of("IA3Config", feedforward_modules=[], init_ia3_weights=False),
 }
 FORMS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True}),
@@ -121,9 +122,8 @@ def trained(form: str, name: str) -> tuple[Path, Tensor]:
 
 def logits(model: Model, mix: Sequence[tuple[str, Adapter, float]]) -> Tensor:
     """Of a prompt whose positions all ask for the mix."""
-    pairs = tuple((name, weight) for name, _, weight in mix)
-    known = {name: adapter for name, adapter, _ in mix}
-    network = adapted(model.network, known, [(pairs, torch.arange(READ.shape[1]))])
+    uses = tuple(AdapterUse(name, weight, adapter) for name, adapter, weight in mix)
+    network = adapted(model.network, [(uses, torch.arange(READ.shape[1]))])
     return Model(model.config, model.spec, network).forward(READ)
 
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from everystep.adapters import Adapter, Delta, adapted
+from everystep.adapters import Adapter, AdapterUse, Delta, adapted
+from everystep.adapters.changes import Rotation
 from everystep.api.model import LanguageModel
 from everystep.engine import Engine, Lockstep
 from everystep.errors import RequestError, UnsupportedError
+from everystep.executors.native import NativeExecutor
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import convert_model
 from everystep.nn.rounding import Rounding
@@ -47,9 +49,12 @@ def model(reference: PreTrainedModel, folder: Path) -> LanguageModel:
     return model
 
 
-def asking(name: str, *adapters: tuple[str, float]) -> Request:
+def asking(model: LanguageModel, name: str, *adapters: tuple[str, float]) -> Request:
     """A greedy request for these adapters."""
-    return replace(request(name, Greedy(), Prompt(ids(1, 7))), adapters=adapters)
+    known = model.resolved([one for one, _ in adapters])
+    resolved = tuple(known[one] for one, _ in adapters)
+    plain = request(name, Greedy(), Prompt(ids(1, 7)))
+    return replace(plain, adapters=adapters, resolved=resolved)
 
 
 def continued(model: PreTrainedModel) -> tuple[int, ...]:
@@ -66,7 +71,11 @@ def test_it_is_on_for_one_row_and_off_for_its_neighbour(
 ) -> None:
     merged = copy.deepcopy(reference)
     merge(merged.state_dict(), random_lora(reference.state_dict(), 1, PROJECTIONS))
-    asked = [asking("on", ("style", 1.0)), asking("off"), asking("none of it", ("style", 0.0))]
+    asked = [
+        asking(model, "on", ("style", 1.0)),
+        asking(model, "off"),
+        asking(model, "none of it", ("style", 0.0)),
+    ]
     executor = model.executor(frozenset().union(*(one.needs for one in asked)))
     results = run_together(asked, executor).results
     assert results["on"][0].tokens == continued(merged)
@@ -78,7 +87,7 @@ def test_it_is_on_for_one_row_and_off_for_its_neighbour(
 def test_an_unknown_adapter_is_refused_before_any_compute(model: LanguageModel) -> None:
     engine = Engine(model.executor({"adapters"}), Lockstep())
     with pytest.raises(UnsupportedError, match="adapters: 'other'"):
-        engine.submit(asking("wrong", ("style", 1.0), ("other", 1.0)))
+        engine.submit(replace(asking(model, "wrong"), adapters=(("other", 1.0),)))
     assert not engine.pending
 
 
@@ -86,31 +95,35 @@ def test_names_are_given_once_and_taken_back(model: LanguageModel, folder: Path)
     with pytest.raises(RequestError, match="this name"):
         model.load_adapter(folder, "style")
     assert model.adapters == ("style",)
-    running = model.executor({"adapters"})
+    wanted = asking(model, "on", ("style", 1.0))
     model.delete_adapter("style")
     assert model.adapters == ()
     with pytest.raises(RequestError, match="no such adapter"):
         model.delete_adapter("style")
-    wanted = asking("on", ("style", 1.0))
-    assert run_together([wanted], running).results
-    with pytest.raises(UnsupportedError):
-        run_together([wanted], model.executor({"adapters"}))
+    assert run_together([wanted], model.executor({"adapters"})).results
+    with pytest.raises(RequestError, match="no such adapter"):
+        asking(model, "on", ("style", 1.0))
 
 
 def test_it_follows_the_model_to_another_type(model: LanguageModel) -> None:
-    before = run_together([asking("on", ("style", 1.0))], model.executor({"adapters"})).results
+    before = run_together(
+        [asking(model, "on", ("style", 1.0))], model.executor({"adapters"})
+    ).results
     model.to(torch.float32)
-    after = run_together([asking("on", ("style", 1.0))], model.executor({"adapters"})).results
+    after = run_together(
+        [asking(model, "on", ("style", 1.0))], model.executor({"adapters"})
+    ).results
     assert after["on"][0].tokens == before["on"][0].tokens
 
 
-def test_the_native_executor_leaves_such_requests_to_torch() -> None:
-    held = narrow_model("llama", None, panels=True)
-    needs = asking("on", ("style", 1.0)).needs
-    assert isinstance(LanguageModel(held).executor(needs), TorchExecutor)
-    assert not isinstance(LanguageModel(held).executor(), TorchExecutor)
-    with pytest.raises(UnsupportedError, match="it has no adapters"):
-        LanguageModel(held, executor="native").executor(needs)
+def test_the_native_executor_leaves_what_turns_inputs_to_torch(folder: Path) -> None:
+    held = LanguageModel(narrow_model("llama", None, panels=True))
+    turns = Adapter({"layers.0.out": (Rotation(torch.eye(4).expand(8, 4, 4), 32),)})
+    assert turns.needs == {"adapters", "rotations"}
+    assert isinstance(held.executor(turns.needs), TorchExecutor)
+    assert isinstance(held.executor({"adapters"}), NativeExecutor)
+    with pytest.raises(UnsupportedError, match="it has no rotations"):
+        LanguageModel(held.core, executor="native").executor(turns.needs)
 
 
 @pytest.mark.parametrize("rounding", [None, "int8", "int4"])
@@ -125,7 +138,7 @@ def test_the_weights_below_may_be_packed_or_quantised(
     delta = Delta(torch.randn(2, 32), torch.randn(8, 2), 0.5, start=32)
     lora, places = Adapter({"layers.0.qkv": (delta,)}), torch.tensor([3, 1])
     for model in (packed, plain):
-        changed = adapted(model.network, {"a": lora}, [((("a", 2.0),), places)])
+        changed = adapted(model.network, [((AdapterUse("a", 2.0, lora),), places)])
         base = model.network.layers[0].qkv(x)
         found = changed.layers[0].qkv(x) - base
         wanted = torch.zeros_like(base)
@@ -141,7 +154,7 @@ def test_it_learns_where_the_weights_below_are_plain() -> None:
     delta = Delta(torch.randn(2, 32, requires_grad=True), torch.randn(64, 2), 0.5)
     delta.b.requires_grad_()
     lora, places = Adapter({"layers.0.qkv": (delta,), "layers.1.out": ()}), torch.arange(5)
-    network = adapted(model.network, {"a": lora}, [((("a", 1.0),), places)])
+    network = adapted(model.network, [((AdapterUse("a", 1.0, lora),), places)])
     replace(model, network=network).forward(torch.arange(5)[None]).square().sum().backward()
     for leaf in (delta.a, delta.b, model.network.table):
         assert leaf.grad is not None and leaf.grad.abs().sum() > 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from everystep.adapters import adapted, read_adapter
+from everystep.adapters import AdapterUse, adapted, read_adapter
 from everystep.api.model import LanguageModel
 from everystep.errors import FileError, FormatError, MissingFileError, UnsupportedError
 from everystep.files import safetensors
@@ -32,7 +32,7 @@ def logits(model: Model, folder: Path) -> Tensor:
     """Of a prompt whose positions all ask for the adapter."""
     read = torch.arange(9)
     lora = read_adapter(folder, model).now()
-    network = adapted(model.network, {"a": lora}, [((("a", 1.0),), read)])
+    network = adapted(model.network, [((AdapterUse("a", 1.0, lora),), read)])
     return Model(model.config, model.spec, network).forward(read[None])
 
 

@@ -118,3 +118,24 @@ def test_a_rope_that_grows_leads_beyond_the_trained_positions() -> None:
     assert found == whole[0, 100:].tolist()
     with pytest.raises(OversizeError, match="wanted fewer than 128 tokens; got 128"):
         es.generate(model, None, [[3] * 128], **options)
+
+
+@pytest.mark.parametrize("seed", [[3], None])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"n_best": 4},
+        {"do_sample": True},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+        {"force_words_ids": [[9]]},
+    ],
+    ids=str,
+)
+def test_a_search_in_which_every_token_ends(more: dict[str, Any], seed: Any) -> None:
+    options = {"num_beams": 3, "max_new_tokens": 5, "eos_token_id": [*range(MODEL.vocab_size)]}
+    given = {**options, **more, "seed": seed, "pad_token_id": 0, "return_dict_in_generate": True}
+    (found,) = es.generate(MODEL, None, [IDS], **given)
+    each = found if isinstance(found, list) else [found]
+    assert each and all(len(one.tokens) == 1 for one in each)
+    assert all(one.finish_reason.kind == "stop" for one in each)

@@ -201,3 +201,95 @@ def test_a_window_beyond_the_context_is_refused() -> None:
 def test_an_unknown_keyword_is_refused(model: LanguageModel) -> None:
     with pytest.raises((TypeError, UnknownArgumentError), match="windwo"):
         es.score(model, None, [5, 6], windwo=3)
+
+
+def differentiable(kind: str = "llama") -> tuple[PreTrainedModel, LanguageModel]:
+    reference, model = pair(kind)
+    return reference.requires_grad_(), model.requires_grad_()
+
+
+def test_gradients_of_scores_are_those_of_transformers() -> None:
+    reference, model = differentiable()
+    rows, before = [ids(1, count)[0] for count in (9, 3)], ids(1, 5)[0]
+    scores = es.score(
+        model, None, [r.tolist() for r in rows], after=before.tolist(), requires_grad=True
+    )
+    factors = [torch.linspace(-1, 2, len(row)) for row in rows]
+    loss = sum((one.logprobs * f).sum() for one, f in zip(scores, factors, strict=True))
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    wanted = torch.zeros(())
+    for row, factor in zip(rows, factors, strict=True):
+        read = torch.cat([before, row])[None]
+        logits = reference(read, use_cache=False).logits[0, len(before) - 1 : -1]
+        wanted = wanted + (of_logits(logits, row) * factor).sum()
+    wanted.backward()
+    torch.testing.assert_close(loss.detach(), wanted.detach(), rtol=1e-5, atol=1e-5)
+    theirs = dict(reference.named_parameters())
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None and theirs[name].grad is not None
+        torch.testing.assert_close(weight.grad, theirs[name].grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [8, None])
+def test_a_score_with_gradients_has_the_values_of_one_without(size: int | None) -> None:
+    """Also in windows, and no value is missing from its table."""
+    _, model = differentiable()
+    row = ids(1, 30)[0].tolist()
+    found = es.score(model, None, row, window=size, requires_grad=True)
+    plain = es.score(model, None, row, window=size)
+    assert found.logprobs.requires_grad and not plain.logprobs.requires_grad
+    torch.testing.assert_close(found.logprobs.detach(), plain.logprobs, rtol=1e-5, atol=1e-5)
+    assert found.tokens.tolist() == plain.tokens.tolist()
+    assert found.top_tokens.shape == plain.top_tokens.shape
+    assert found.perplexity == pytest.approx(plain.perplexity, rel=1e-5)
+    assert found._repr_html_()
+
+
+def test_an_adapter_learns_from_scores(model: LanguageModel) -> None:
+    """Beside weights that are packed for the native executor."""
+    adapter = model.add_adapter("policy", es.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    row = ids(1, 12, model.vocab_size)[0].tolist()
+    try:
+        es.score(
+            model, None, row, adapter_names="policy", requires_grad=True
+        ).logprobs.sum().backward()
+        grads = [one.grad for one in adapter.parameters()]
+        assert any(one is not None and bool(one.abs().sum() > 0) for one in grads)
+    finally:
+        model.delete_adapter("policy")
+
+
+def test_what_stands_before_an_encoder_has_gradients_too() -> None:
+    reference = reference_pair("t5", torch.float64)
+    config = es.GenerationConfig(decoder_start_token_id=3)
+    model = LanguageModel(ours(reference), config, executor="torch").requires_grad_()
+    source, text = ids(1, 9)[0].tolist(), ids(1, 6)[0].tolist()
+    found = es.score(model, None, text, after=source, requires_grad=True)
+    plain = es.score(model, None, text, after=source)
+    torch.testing.assert_close(found.logprobs.detach(), plain.logprobs, rtol=1e-5, atol=1e-5)
+    found.logprobs.sum().backward()
+    named = dict(model.named_parameters())
+    assert all(one.grad is not None for name, one in named.items() if "encoder" in name)
+
+
+def test_a_wrapped_module_has_gradients_of_its_own() -> None:
+    reference, model = differentiable()
+    row = ids(1, 12)[0].tolist()
+    found = es.score(reference, None, row, requires_grad=True)
+    own = es.score(model, None, row, requires_grad=True)
+    torch.testing.assert_close(found.logprobs, own.logprobs, rtol=1e-5, atol=1e-5)
+    found.logprobs.sum().backward()
+    assert all(one.grad is not None for one in reference.parameters())
+
+
+def test_gradients_that_there_cannot_be_are_refused(model: LanguageModel) -> None:
+    row = ids(1, 12, model.vocab_size)[0].tolist()
+    with pytest.raises(RequestError, match="nothing that this text is scored with learns"):
+        es.score(model, None, row, requires_grad=True)
+    with torch.no_grad(), pytest.raises(RequestError, match="no gradients are recorded"):
+        es.score(model, None, row, requires_grad=True)
+    with pytest.raises(RequestError, match="best tokens of a place"):
+        es.score(model, None, row, best=2, requires_grad=True)
+    with pytest.raises(RequestError, match="requires_grad"):
+        es.score(model, None, row, requires_grad=1)  # type: ignore[call-overload]

@@ -25,6 +25,7 @@ COMMANDS = (
         "generate",
         "chat",
         "transcribe",
+        "serve",
         "train",
         "pull",
         "models",

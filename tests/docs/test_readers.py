@@ -22,8 +22,10 @@ class Task(NamedTuple):
 
 TASKS = [
     Task("load my folder", "models", "Models"),
+    Task("serve a model over HTTP", "serving", "Serving"),
     Task("stream answers in a web", "web", "A web handler"),
     Task("JSON", "structured_output", "JSON schema"),
+    Task("let a model call my functions", "tools", "Tools and thoughts"),
     Task("compare two strategies", "compare", "Compare two strategies"),
     Task("slow", "slow", "Why is it slow?"),
     Task("why a text came out", "inspect", "Look at the steps"),

@@ -10,7 +10,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -50,17 +50,28 @@ class Cell(NamedTuple):
         return ", ".join(map(str, self))
 
 
+class Prompted(Protocol):
+    """What knows its prompt."""
+
+    def content(self) -> Any:
+        """The prompt as calls about prompts take it."""
+
+
 @dataclass(frozen=True)
 class Asked:
-    """A model, a prompt, and keywords; `call` runs command lines."""
+    """A model, a prompt, and keywords; `call` runs command lines. `own`: what has another
+    prompt of this name."""
 
     model: LanguageModel
     prompt: str
     given: Given
     call: Caller | None = None
+    own: Prompted | None = None
 
     def content(self) -> Any:
         """The prompt as calls about prompts take it."""
+        if self.own is not None:
+            return self.own.content()
         embeds = self.model.get_input_embeddings()(torch.tensor(IDS))
         return {
             "ids": IDS,

@@ -96,14 +96,13 @@ def _beam_differs(
 ) -> bool:
     """Tell whether a live child's score is not that of its parent and its token together."""
     live = [one for one in step.children if one.parent == row.of and one.end is None]
-    for one in live:
-        if row.score is None or one.score is None or one.score < -1e6:
-            continue  # it never counted
-        if one.ids and one.ids[0] in scores:
-            whole = row.score + scores[one.ids[0]]
-            if not math.isclose(whole, one.score, rel_tol=1e-4, abs_tol=1e-3):
-                return True
-    return False
+    return any(
+        row.score is not None
+        and one.score is not None
+        and not math.isclose(row.score + scores[one.ids[0]], one.score, rel_tol=1e-4, abs_tol=1e-3)
+        for one in live
+        if one.ids and one.ids[0] in scores and one.score is not None and one.score > -1e6
+    )
 
 
 def _of_textbook(mix: Mix) -> Check:

@@ -75,7 +75,11 @@ def adapters(name: str) -> dict[str, Adapter]:
 
 
 def executor(name: str) -> TorchExecutor:
-    return TorchExecutor(random_model(SPECS[name]), adapters=adapters(name))
+    return TorchExecutor(random_model(SPECS[name]))
+
+
+def resolved(name: str, pairs: Pairs) -> tuple[Adapter, ...]:
+    return tuple(adapters(name)[one] for one, _ in pairs)
 
 
 @cache
@@ -85,17 +89,18 @@ def alone(name: str, index: int, pairs: Pairs) -> list[Hypothesis]:
     return run_together([request], TorchExecutor(merged(name, pairs))).results[request.request_id]
 
 
-def requests(turn: int) -> tuple[Request, ...]:
+def requests(name: str, turn: int) -> tuple[Request, ...]:
     """Every request, each with the adapters whose turn it is."""
     return tuple(
-        replace(request, adapters=CHOICES[(index + turn) % len(CHOICES)])
+        replace(request, adapters=pairs, resolved=resolved(name, pairs))
         for index, request in enumerate(REQUESTS)
+        for pairs in (CHOICES[(index + turn) % len(CHOICES)],)
     )
 
 
 def runs(name: str, turn: int) -> Iterator[Drive]:
     """The requests side by side: in lockstep, in chunks, and as they come and lose their rows."""
-    asked = requests(turn)
+    asked = requests(name, turn)
     yield run_together(asked, executor(name))
     yield run_together(asked, executor(name), chunk=2)
     schedule = random_schedule(asked, Dice(np.random.default_rng(turn)))
@@ -105,7 +110,7 @@ def runs(name: str, turn: int) -> Iterator[Drive]:
 
 def holds(name: str, turn: int) -> bool:
     for run in runs(name, turn):
-        for index, request in enumerate(requests(turn)):
+        for index, request in enumerate(requests(name, turn)):
             wanted, found = alone(name, index, request.adapters), run.results[request.request_id]
             for one, other in zip(found, wanted, strict=True):
                 if one.tokens != other.tokens or one.score != pytest.approx(other.score, abs=1e-5):
@@ -127,7 +132,7 @@ def test_the_adapters_matter() -> None:
 # --- logits ---------------------------------------------------------------------------------------
 
 
-def work(asked: Mapping[int, Pairs]) -> Work:
+def work(name: str, asked: Mapping[int, Pairs]) -> Work:
     """Three rows of 7, 1 and 4 ids, of which all logits are wanted."""
     counts = np.array([7, 1, 4])
     return Work(
@@ -137,62 +142,65 @@ def work(asked: Mapping[int, Pairs]) -> Work:
         counts=counts,
         logits=counts,
         tokens=np.random.default_rng(3).integers(0, 40, 12),
-        extras={feed: Extra(adapters=pairs) for feed, pairs in asked.items()},
+        extras={
+            feed: Extra(adapters=pairs, resolved=resolved(name, pairs))
+            for feed, pairs in asked.items()
+        },
     )
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_merged_weights(name: str) -> None:
     asked = {0: CHOICES[2], 2: CHOICES[4]}
-    found = executor(name).run(work(asked)).logits.split([7, 1, 4])
+    found = executor(name).run(work(name, asked)).logits.split([7, 1, 4])
     for feed, logits in enumerate(found):
         judge = TorchExecutor(merged(name, asked.get(feed, ())))
-        wanted = judge.run(work({})).logits.split([7, 1, 4])[feed]
+        wanted = judge.run(work(name, {})).logits.split([7, 1, 4])[feed]
         # Root mean squares are taken in float32, whose rounding may fall either way.
         assert (logits - wanted).abs().max() <= 1e-6 * wanted.abs().max()
 
 
 def test_logits_are_those_of_merged_weights_to_the_last_bits() -> None:
     name, asked = "layer norm", {0: CHOICES[2], 2: CHOICES[4]}
-    found = executor(name).run(work(asked)).logits.split([7, 1, 4])
+    found = executor(name).run(work(name, asked)).logits.split([7, 1, 4])
     for feed, logits in enumerate(found):
         judge = TorchExecutor(merged(name, asked.get(feed, ())))
-        wanted = judge.run(work({})).logits.split([7, 1, 4])[feed]
+        wanted = judge.run(work(name, {})).logits.split([7, 1, 4])[feed]
         assert (logits - wanted).abs().max() <= 1e-10 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_neighbours_adapter_changes_no_bit(name: str) -> None:
-    plain = executor(name).run(work({})).logits.split([7, 1, 4])
-    beside = executor(name).run(work({1: CHOICES[0]})).logits.split([7, 1, 4])
+    plain = executor(name).run(work(name, {})).logits.split([7, 1, 4])
+    beside = executor(name).run(work(name, {1: CHOICES[0]})).logits.split([7, 1, 4])
     assert torch.equal(beside[0], plain[0]) and torch.equal(beside[2], plain[2])
     assert not torch.allclose(beside[1], plain[1])
 
 
 # --- mutants --------------------------------------------------------------------------------------
 
-_true_uses = adapter._uses
+_true_uses = adapter._together
 
 
-def _everybody_asks(decoder: Any, known: Any, asked: Any) -> Any:
+def _everybody_asks(decoder: Any, asked: Any) -> Any:
     asked = list(asked)
     everywhere = torch.cat([places for _, places in asked])
-    return _true_uses(decoder, known, [(pairs, everywhere) for pairs, _ in asked])
+    return _true_uses(decoder, [(uses, everywhere) for uses, _ in asked])
 
 
 def _without_scale(delta: Delta, x: Tensor) -> Tensor:
     return (x @ delta.a.T) @ delta.b.T
 
 
-def _weights_are_one(decoder: Any, known: Any, asked: Any) -> Any:
-    changed = [(tuple((name, 1.0) for name, _ in pairs), places) for pairs, places in asked]
-    return _true_uses(decoder, known, changed)
+def _weights_are_one(decoder: Any, asked: Any) -> Any:
+    changed = [(tuple(one._replace(weight=1.0) for one in uses), places) for uses, places in asked]
+    return _true_uses(decoder, changed)
 
 
 MUTANTS = {
-    "adapter of a neighbour": partial(replaced, _everybody_asks, (adapter, "_uses")),
+    "adapter of a neighbour": partial(replaced, _everybody_asks, (adapter, "_together")),
     "scale forgotten": partial(replaced, _without_scale, (Delta, "__call__")),
-    "weight forgotten": partial(replaced, _weights_are_one, (adapter, "_uses")),
+    "weight forgotten": partial(replaced, _weights_are_one, (adapter, "_together")),
 }
 
 

@@ -118,6 +118,13 @@ def test_however_text_is_divided_the_same_is_left(
         assert "".join(pieces) + trimmer.finish(text[cuts[-1] :], matched) == left
 
 
+def test_a_whole_string_within_the_prompt_trims_nothing() -> None:
+    assert Trimmer(("e",), " the").finish("abe", "e") == "ab"
+    assert Trimmer(("he a",), " the a the").finish(" a", "he a") == ""
+    trimmer = Trimmer(("e",), " the")
+    assert trimmer.push("ab") + trimmer.finish("e", "e") == "ab"
+
+
 def test_a_string_of_the_prompt_does_not_end_but_may_begin_there(model: LanguageModel) -> None:
     ids = torch.tensor([tiny_tokenizer().encode("Q: who")])
     options: dict[str, Any] = {"tokenizer": tiny_tokenizer(), "max_new_tokens": 4}

@@ -1,10 +1,16 @@
 """Changes of a model's projections, chosen by each request for itself."""
 
-from everystep.adapters.adapter import Adapter, Mix, adapted, merged
-from everystep.adapters.changes import AdapterChange, Delta
+from everystep.adapters.adapter import Adapter, AdapterUse, Mix, adapted, merged, ordered, uses_of
+from everystep.adapters.changes import (
+    EVERY_CHANGE,
+    AdapterChange,
+    Delta,
+    Dense,
+    Magnitude,
+    OutputScaling,
+)
 from everystep.adapters.known import (
     Adapters,
-    as_they_are,
     let_follow,
     require_adapter,
     require_free,
@@ -19,27 +25,33 @@ from everystep.adapters.peft_folder import read_adapter, write_adapter
 from everystep.adapters.weighted import Combination, weighted_adapter
 
 __all__ = [
+    "EVERY_CHANGE",
     "Adapter",
     "AdapterChange",
     "AdapterConfig",
+    "AdapterUse",
     "Adapters",
     "Combination",
     "Delta",
+    "Dense",
     "LoHaConfig",
     "LoraConfig",
+    "Magnitude",
     "Mix",
+    "OutputScaling",
     "PeftAdapter",
     "adapted",
-    "as_they_are",
     "learning",
     "let_follow",
     "merged",
     "new_adapter",
+    "ordered",
     "read_adapter",
     "read_adding",
     "read_loading",
     "require_adapter",
     "require_free",
+    "uses_of",
     "weighted_adapter",
     "with_adapter",
     "without_adapter",

@@ -12,10 +12,11 @@ a position without adapters keeps its bits, whatever its neighbours ask for.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,27 +26,37 @@ from everystep.models.decoder import Decoder
 from everystep.models.model import Model
 from everystep.nn.digests import add_tensor
 from everystep.nn.linear import LinearMap, Matrix, dense
+from everystep.types import Extra
 
 ROLES = ("qkv", "out", "up", "down")  # the projections of a layer that adapters change
 
 Mix = tuple[tuple[str, float], ...]
 """(name, weight) pairs of adapters, the innermost first."""
 
+_NUMBERS = itertools.count()
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Adapter:
     """The changes of each projection by its key, as "layers.0.qkv".
 
     Projections that read the same input are one matrix in a decoder, so one may have several.
-    `adds`: whether all of them add, so that their order makes no difference.
+    `adds`: whether all of them add, so that their order makes no difference. `needs`: the abilities
+    that an executor must have to make them; `number`: one that no other adapter of this process has
+    had.
     """
 
     targets: Mapping[str, tuple[AdapterChange, ...]]
     adds: bool = field(init=False)
+    needs: frozenset[str] = field(init=False)
+    number: int = field(init=False)
 
     def __post_init__(self) -> None:
         changes = [one for each in self.targets.values() for one in each]
         object.__setattr__(self, "adds", all(isinstance(one, Addition) for one in changes))
+        needs = {one.needs for one in changes if one.needs is not None}
+        object.__setattr__(self, "needs", frozenset({"adapters", *needs}))
+        object.__setattr__(self, "number", next(_NUMBERS))
 
     def digest(self) -> str:
         """Return a text that is equal for adapters that agree in every bit."""
@@ -142,7 +153,37 @@ def merged(model: Model, adapters: Sequence[tuple[Adapter, float]]) -> Model:
 
 # --- in a step ------------------------------------------------------------------------------------
 
-_Use = tuple[Adapter, Tensor, Tensor]
+
+class AdapterUse(NamedTuple):
+    """An adapter in a mix, with its name and weight there."""
+
+    name: str
+    weight: float
+    adapter: Adapter
+
+
+Uses = tuple[AdapterUse, ...]
+"""A mix whose names are resolved, the innermost adapter first."""
+
+
+def uses_of(extra: Extra) -> Uses:
+    """Return what a feed asks for."""
+    pairs = zip(extra.adapters, cast(tuple[Adapter, ...], extra.resolved), strict=True)
+    return tuple(AdapterUse(name, weight, adapter) for (name, weight), adapter in pairs)
+
+
+def ordered(uses: Uses) -> Uses:
+    """Return the uses in the order in which they are computed: by name where all of them add, so
+    that it does not matter in which order they were named."""
+    adds = all(one.adapter.adds for one in uses)
+    return tuple(sorted(uses, key=_place)) if adds else uses
+
+
+def _place(use: AdapterUse) -> tuple[str, int, float]:
+    return use.name, use.adapter.number, use.weight
+
+
+_Together = tuple[Adapter, Tensor, Tensor]
 """An adapter in a step: the positions (n,) that want it, and with which weights (n, 1)."""
 
 
@@ -214,18 +255,18 @@ class _AdaptedLinear(LinearMap):
         return y
 
 
-AskedAdapters = Iterable[tuple[Mix, Tensor]]
-"""Mixes of known adapters, and the positions (n,) that want them."""
+AskedAdapters = Iterable[tuple[Uses, Tensor]]
+"""Mixes of adapters, and the positions (n,) that want them."""
 
 
-def adapted(decoder: Decoder, adapters: Mapping[str, Adapter], asked: AskedAdapters) -> Decoder:
+def adapted(decoder: Decoder, asked: AskedAdapters) -> Decoder:
     """Return the decoder for one step over N positions, some of which ask for adapters."""
-    sums: list[tuple[Mix, Tensor]] = []
-    nested: list[tuple[Mix, Tensor]] = []
+    sums: list[tuple[Uses, Tensor]] = []
+    nested: list[tuple[Uses, Tensor]] = []
     for mix, places in asked:
-        adds = all(adapters[name].adds for name, _ in mix)
+        adds = all(one.adapter.adds for one in mix)
         (sums if adds else nested).append((mix, places.to(decoder.device)))
-    uses = _uses(decoder, adapters, sums)
+    uses = _together(decoder, sums)
     layers = []
     for index, layer in enumerate(decoder.layers):
         changed: dict[str, Any] = {}
@@ -238,9 +279,7 @@ def adapted(decoder: Decoder, adapters: Mapping[str, Adapter], asked: AskedAdapt
                 if isinstance(change, Addition)
             )
             nests = tuple(
-                _Nest(places, parts)
-                for mix, places in nested
-                if (parts := _parts(key, adapters, mix))
+                _Nest(places, parts) for mix, places in nested if (parts := _parts(key, mix))
             )
             if added or nests:
                 changed[role] = _AdaptedLinear(base, base.bias, added, nests)
@@ -248,28 +287,26 @@ def adapted(decoder: Decoder, adapters: Mapping[str, Adapter], asked: AskedAdapt
     return replace(decoder, layers=tuple(layers))
 
 
-def _parts(
-    key: str, adapters: Mapping[str, Adapter], mix: Mix
-) -> tuple[tuple[tuple[AdapterChange, float], ...], ...]:
+def _parts(key: str, mix: Uses) -> tuple[tuple[tuple[AdapterChange, float], ...], ...]:
     """Return the changes that a mix makes of one projection, by the rows that they change."""
     found: dict[int, list[tuple[AdapterChange, float]]] = {}
-    for name, weight in mix:
-        for change in adapters[name].targets.get(key, ()):
-            found.setdefault(change.start, []).append((change, weight))
+    for use in mix:
+        for change in use.adapter.targets.get(key, ()):
+            found.setdefault(change.start, []).append((change, use.weight))
     return tuple(map(tuple, found.values()))
 
 
-def _uses(decoder: Decoder, adapters: Mapping[str, Adapter], asked: AskedAdapters) -> list[_Use]:
+def _together(decoder: Decoder, asked: AskedAdapters) -> list[_Together]:
     """Return each adapter once, with all positions that ask for it, by name: so the order in which
     a position's sum is taken does not depend on its neighbours."""
-    found: dict[str, list[tuple[Tensor, float]]] = {}
+    found: dict[tuple[str, int], list[tuple[Tensor, AdapterUse]]] = {}
     for mix, places in asked:
-        for name, weight in mix:
-            found.setdefault(name, []).append((places, weight))
+        for use in mix:
+            found.setdefault((use.name, use.adapter.number), []).append((places, use))
     uses = []
-    for name, wanted in sorted(found.items()):
+    for _, wanted in sorted(found.items(), key=lambda one: one[0]):
         places = torch.cat([at for at, _ in wanted])
-        each = [torch.full((len(at), 1), weight, dtype=torch.float64) for at, weight in wanted]
+        each = [torch.full((len(at), 1), use.weight, dtype=torch.float64) for at, use in wanted]
         weights = torch.cat(each).to(decoder.device, decoder.dtype)
-        uses.append((adapters[name], places, weights))
+        uses.append((wanted[0][1].adapter, places, weights))
     return uses

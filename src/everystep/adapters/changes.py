@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -18,10 +18,14 @@ from everystep.errors import UnsupportedError
 
 
 class AdapterChange(ABC):
-    """A change of rows [start, start + rows) of a map; a frozen dataclass."""
+    """A change of rows [start, start + rows) of a map; a frozen dataclass.
+
+    `needs`: the ability that an executor must have to make it, where not all that know adapters do.
+    """
 
     __slots__ = ()
     start: int
+    needs: ClassVar[str | None] = None
 
     @property
     @abstractmethod
@@ -148,6 +152,7 @@ class Kronecker(Addition):
     LoKr (Yeh et al. 2023).
     """
 
+    needs: ClassVar[str | None] = "Kronecker products"
     left: Tensor
     right: Tensor
     start: int = 0
@@ -188,6 +193,7 @@ class Rotation(InputChange):
     OFT (Qiu et al. 2023).
     """
 
+    needs: ClassVar[str | None] = "rotations"
     turns: Tensor
     height: int
     start: int = 0
@@ -208,6 +214,7 @@ class Rotation(InputChange):
 class InputScaling(InputChange):
     """A scale of what the inside reads, `factors` (in,): IA3 (Liu et al. 2022) of some maps."""
 
+    needs: ClassVar[str | None] = "scaled inputs"
     factors: Tensor
     height: int
     start: int = 0
@@ -269,3 +276,9 @@ class Magnitude(AdapterChange):
         gains = self.gains.to(matrix.dtype)[:, None]
         more = (gains - 1) * matrix + gains * self.delta.product(matrix.dtype)
         return matrix + more * weight
+
+
+EVERY_CHANGE = frozenset(
+    one.needs for one in (Kronecker, Rotation, InputScaling) if one.needs is not None
+)
+"""The abilities of an executor that makes changes of every class."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from everystep.adapters.adapter import Adapter
 from everystep.adapters.peft_adapter import PeftAdapter
 from everystep.errors import RequestError, shown
 from everystep.models import Model
@@ -39,11 +38,6 @@ def let_follow(known: Adapters, model: Model) -> None:
     """Let them belong to a model that was moved or converted."""
     for one in known.values():
         one.follow(model)
-
-
-def as_they_are(known: Adapters) -> dict[str, Adapter]:
-    """Return what each computes at this moment; what they learn later does not change that."""
-    return {name: one.now() for name, one in known.items()}
 
 
 def require_adapter(known: Adapters, name: str) -> PeftAdapter:

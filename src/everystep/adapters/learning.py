@@ -46,17 +46,17 @@ class _FrozenProduct(torch.autograd.Function):
 def _back(grad: Tensor, matrix: Matrix) -> Tensor:
     """Turn a gradient (..., out) of a product into that of what was read, (..., in)."""
     rows, begin = grad.flatten(0, -2), 0
-    found: Tensor | None = None
-    for weight in weights_of(matrix):
+    weights = weights_of(matrix)
+    found = rows.new_zeros(len(rows), weights[0].shape[1])
+    for weight in weights:
         count, columns = weight.shape
         step = count if isinstance(weight, Tensor) else max(1, _STRETCH_VALUES // columns)
         for start in range(0, count, step):
             stop = min(start + step, count)
             values = dense(rows_of(weight, start, stop)).to(grad.dtype)
             own = rows[:, begin + start : begin + stop]
-            found = own @ values if found is None else found.addmm_(own, values)
+            found.addmm_(own, values)
         begin += count
-    assert found is not None  # a matrix has rows
     return found.view(*grad.shape[:-1], -1)
 
 
@@ -137,7 +137,8 @@ class _LearningLinear(LinearMap):
     def _changed(self, y: Tensor, x: Tensor, parts: tuple[_Part, ...]) -> Tensor:
         # Parts lie side by side, perhaps with rows between them that nobody changes.
         ends = [0, *(end for part in parts for end in (part.start, part.stop)), y.shape[1]]
-        pieces = list(y.split([stop - start for start, stop in pairwise(ends)], dim=1))
+        sizes = [stop - start for start, stop in pairwise(ends)]
+        pieces = list(torch.split(y, sizes, dim=1))
         for number, part in enumerate(parts):
             pieces[2 * number + 1] = self._around(part, pieces[2 * number + 1], x)
         filled = [one for one in pieces if one.shape[1]]

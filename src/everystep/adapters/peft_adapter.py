@@ -85,7 +85,9 @@ class AdapterPlan:
         transposed = any(one.part.transposed for one in targets.values())
         _require_known(config, kind, transposed=transposed)
         shared, modules = _sorted(names, kind)
-        found = tuple((require_target(targets, name), held) for name, held in modules.items())
+        found = tuple(
+            (require_target(targets, name, model), held) for name, held in modules.items()
+        )
         for target, _ in found:
             if target.part.transposed and not kind.turned:
                 what = f"a {kind.name} of a projection that lies transposed is not supported"
@@ -121,12 +123,13 @@ class PeftAdapter:
     """
 
     __reduce_ex__ = refuse_copies
-    __slots__ = ("_kept", "_plan", "_tensors", "training")
+    __slots__ = ("_kept", "_plan", "_seen", "_tensors", "training")
 
     def __init__(self, plan: AdapterPlan, tensors: Mapping[str, Tensor]) -> None:
         self._plan = plan
         self._tensors = dict(tensors)
         self._kept: Adapter | None = None
+        self._seen: dict[str, Tensor | int] = {}  # of what is kept: copies, or versions
         self.training = False
 
     @property
@@ -209,15 +212,34 @@ class PeftAdapter:
 
     def now(self) -> Adapter:
         """Return what it computes at this moment, without gradients; what it learns later does not
-        change that."""
-        if self._kept is None or self.learns:
+        change that.
+
+        It is the same object for as long as no value has changed.
+        """
+        kept = self._kept
+        if kept is None or not all(map(self._is_as_seen, self._tensors)):
             with torch.no_grad():
                 held = {
                     name: one.detach().clone() if one.requires_grad else one
                     for name, one in self._tensors.items()
                 }
-                self._kept = self._plan.made(held)
-        return self._kept
+                kept = self._plan.made(held)
+            seen = {
+                name: held[name] if one.requires_grad else _changes_in(one)
+                for name, one in self._tensors.items()
+            }
+            self._seen, self._kept = seen, kept
+        return kept
+
+    def _is_as_seen(self, name: str) -> bool:
+        """Tell whether a tensor has the values that are kept of it.
+
+        Values that learn are compared, since an optimizer may write them past their version.
+        """
+        one, seen = self._tensors[name], self._seen.get(name)
+        if isinstance(seen, Tensor):
+            return one.requires_grad and torch.equal(one.detach(), seen)
+        return not one.requires_grad and _changes_in(one) == seen
 
     def live(self) -> Adapter:
         """Return what it computes, differentiable in its tensors where they learn."""
@@ -230,6 +252,11 @@ class PeftAdapter:
             if one.requires_grad:
                 one.data = one.data.to(model.device)
         self._plan, self._kept = replace(self._plan, model=model), None
+
+
+def _changes_in(tensor: Tensor) -> int:
+    """Return how often the values were changed in place, as far as torch counts it."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 # --- the configuration ----------------------------------------------------------------------------

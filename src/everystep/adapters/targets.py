@@ -21,7 +21,7 @@ _ADAPTABLE = re.compile(r"layers\.\d+\.(qkv|out|up|down)\.weight")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A projection: its `module` in a checkpoint, the network's map that it is part of, and its
+    """A projection: its `module` in other libraries, the network's map that it is part of, and its
     `shape` (rows, in).
 
     `key`: of the map, as "layers.0.qkv". `part`: how its rows lie there.
@@ -50,22 +50,24 @@ def targets_of(model: Model) -> Targets:
     if not isinstance(model.network, Decoder):
         got = model.config.model_type
         raise UnsupportedError("only decoders take adapters", got=got)
+    family = find_family(model.config.model_type)
     found = (
         Target(
-            part.name.removesuffix(".weight"),
+            family.in_whole(part.name.removesuffix(".weight")),
             one.key.removesuffix(".weight"),
             part,
             (part.stop - part.start, one.shape[1]),
         )
-        for one in find_family(model.config.model_type).parameters(model.spec)
+        for one in family.parameters(model.spec)
         if _ADAPTABLE.fullmatch(one.key)
         for part in one.parts
     )
     return {one.module: one for one in found}
 
 
-def require_target(targets: Targets, module: str) -> Target:
+def require_target(targets: Targets, module: str, model: Model) -> Target:
     """Return the projection of a module; UnsupportedError where it is anything else."""
+    module = find_family(model.config.model_type).in_whole(module)
     if module not in targets:
         close = nearest(module, targets)
         raise UnsupportedError(

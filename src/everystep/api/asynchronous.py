@@ -14,8 +14,9 @@ from everystep.api.model import LanguageModel, paired
 from everystep.drivers.engine_thread import Desk, Submission, ended_early
 from everystep.drivers.generated import Generated
 from everystep.drivers.session import KEPT, Session
-from everystep.engine import Continuous, Reuse
+from everystep.engine import NO_REUSE, Continuous, Reuse
 from everystep.errors import RequestError, shown
+from everystep.models import Model
 from everystep.processors.grammars.source import KINDS
 from everystep.requests.door import lists_options
 from everystep.requests.options import Options
@@ -62,10 +63,13 @@ class AsyncEngine:
         optional = {"max_positions": max_positions, "max_waiting": max_waiting}
         _require_positive(limits | {name: n for name, n in optional.items() if n is not None})
 
-        def scheduler() -> Continuous:
-            return Continuous(token_budget, max_rows, max_positions, reuse=Reuse(KEPT))
-
         self._model, self._max_rows = paired(model, tokenizer), max_rows
+        self._core = core = self._model.core
+        reuse = NO_REUSE if isinstance(core, Model) and core.learns else Reuse(KEPT)
+
+        def scheduler() -> Continuous:
+            return Continuous(token_budget, max_rows, max_positions, reuse=reuse)
+
         self._session = Session(
             self._model, tokenizer, (), None, None, {}, gives_events=True, scheduler=scheduler
         )
@@ -124,6 +128,11 @@ class AsyncEngine:
                 wanted="a text, a list of ids or of messages, or a mapping",
                 got=shown(prompt)[:60],
                 do="Call it once for each prompt",
+            )
+        if self._model.core is not self._core:
+            raise RequestError(
+                "the model has other weights than those that this engine was opened with",
+                do="Open a new AsyncEngine after to(), merge_adapter() and requires_grad_()",
             )
         session, since = self._session, moment()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,12 +15,14 @@ from everystep.cache.containers import Cache, DynamicCache, EncoderDecoderCache
 from everystep.config.kinds import is_integer, is_number, require
 from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError, nearest, shown
 from everystep.executors.positions import require_positions
+from everystep.models.vision.spec import VisionSpec
 from everystep.nn.loss import NO_LABEL, label_logprobs, label_losses
 from everystep.nn.network import Heard, Placed, holds_states
 from everystep.outputs import CausalLMOutput, encoder_states
 from everystep.requests.absent import ARGUMENTS, refuse_argument
 from everystep.requests.arrays import read_adapters, read_ids, read_mask, require_known
 from everystep.requests.caches import require_cache, require_room
+from everystep.requests.features import PromptInput, placed_features, read_values
 from everystep.requests.options import adapters_of
 from everystep.requests.pictures import (
     PictureRow,
@@ -70,7 +72,7 @@ def forward(
     adapters: object = None,
     decoder_inputs_embeds: Tensor | None = None,
     cache_position: Tensor | None = None,
-    **pictures: object,
+    **prompt_inputs: object,
 ) -> CausalLMOutput | tuple[object, ...]:
     """Return logits of every position, (B, T, V), and the cache with these positions after its own.
 
@@ -87,8 +89,9 @@ def forward(
     what an encoder of sounds reads; `encoder_outputs` stand in the place of an encoder's prompt.
     With one it is `decoder_input_ids` (B, T), or `decoder_inputs_embeds` (B, T, E) in their place,
     that come after what is cached; keys and values of the encoder's states are cached beside them.
-    `cache_position` (T,) says what holds anyway: S..S+T-1. `pictures`: pixels and grids, as for
-    `generate`; `adapter_names` and `adapters` name the adapters of all rows or of each, as there.
+    `cache_position` (T,) says what holds anyway: S..S+T-1. `prompt_inputs`: pixels and grids,
+    boxes, and what else the model's encoders read, as for `generate`; `adapter_names` and
+    `adapters` name the adapters of all rows or of each, as there.
     Differentiable after `requires_grad_`, and in adapters that learn. Returns a
     `CausalLMOutput`, or with `return_dict=False` a tuple.
     """
@@ -106,7 +109,7 @@ def forward(
     require_next(cache_position, cache, given)
     heard = listener(output_hidden_states, output_attentions)
     read = input_ids, position_ids, inputs_embeds
-    seen = see_pictures(model, *read, attention_mask, cache, pictures)
+    seen = see_inputs(model, *read, attention_mask, cache, prompt_inputs)
     mixes = read_adapters(adapter_names, adapters, model.adapters)
     rows, length = (1, 0) if given is None else given.shape[:2]
     core = model.adapted_core(adapters_of(mixes, rows), length)
@@ -322,7 +325,7 @@ class SeenInputs:
     declared: Mapping[str, Placed] | None = None
 
 
-def see_pictures(
+def see_inputs(
     model: Subject,
     input_ids: Tensor | None,
     position_ids: Tensor | None,
@@ -331,11 +334,12 @@ def see_pictures(
     cache: Cache | None,
     given: Mapping[str, object],
 ) -> SeenInputs:
-    """Return the inputs with the features of the pictures that are `given` by name.
+    """Return the inputs with the features of what is `given` by name, pictures or others.
 
     UnknownArgumentError for other names, RequestError for what does not fit.
     """
-    names, seen = picture_names(model), SeenInputs(input_ids, position_ids, inputs_embeds)
+    declared = model.prompt_inputs
+    names = (*picture_names(model), *(one.name for one in declared))
     unknown = [name for name in given if name not in names]
     for name in ARGUMENTS.keys() & unknown:
         refuse_argument(name, given[name])
@@ -345,22 +349,56 @@ def see_pictures(
         raise UnknownArgumentError(f"a forward of this model knows no {unknown[0]!r}", do=do)
     if position_ids is not None:
         require_positions(position_ids)
-    vision = vision_of(model)
-    if vision is None or all(value is None for value in given.values()):
-        return seen
-    if seen.ids is None or seen.embeds is not None:
+    named = {name: value for name, value in given.items() if value is not None}
+    if not named:
+        return SeenInputs(input_ids, position_ids, inputs_embeds)
+    if input_ids is None or inputs_embeds is not None:
         do = "Pass input_ids, or the features among inputs_embeds"
-        raise RequestError("a forward finds the places of pictures among ids", do=do)
-    if cache is not None and int(cache.get_seq_length()) and seen.positions is None:
+        raise RequestError("a forward finds the places of features among ids", do=do)
+    vision = vision_of(model)
+    if vision is None:
+        return _see_features(model, declared, input_ids, position_ids, named)
+    return _see_pictures(model, vision, declared, input_ids, position_ids, mask, cache, named)
+
+
+def _see_features(
+    model: Subject,
+    declared: Sequence[PromptInput],
+    input_ids: Tensor,
+    positions: Tensor | None,
+    named: Mapping[str, object],
+) -> SeenInputs:
+    """Return the inputs with features of encoders at their tokens, which need be no ids of the
+    vocabulary."""
+    ids = read_ids(input_ids, "input_ids")
+    values = read_values(declared, named, len(ids))
+    found = placed_features(declared, [Prompt(ids=own) for own in ids], values, model.width)
+    tokens = [one.token for one in declared if one.token is not None]
+    special = torch.isin(input_ids, torch.tensor(tokens, device=input_ids.device))
+    embeds = model.core.network.embed(input_ids.masked_fill(special, 0).to(model.device))
+    return SeenInputs(None, positions, *_injected(embeds, found))
+
+
+def _see_pictures(
+    model: Subject,
+    vision: VisionSpec,
+    declared: Sequence[PromptInput],
+    input_ids: Tensor,
+    positions: Tensor | None,
+    mask: Tensor | None,
+    cache: Cache | None,
+    named: Mapping[str, object],
+) -> SeenInputs:
+    """Return the inputs with the features of a tower at their places, on three axes."""
+    if cache is not None and int(cache.get_seq_length()) and positions is None:
         do = "Pass position_ids too, or call generate"
         raise RequestError("pictures after cached positions stand at unknown positions", do=do)
-    ids = read_ids(seen.ids, "input_ids")
+    ids = read_ids(input_ids, "input_ids")
     require_known(ids, model.vocab_size, "input_ids")
     real = read_mask(None if mask is None else mask[:, -ids.shape[1] :], ids.shape)
     rows = [PictureRow(Prompt(ids=own), marks) for own, marks in zip(ids, real, strict=True)]
-    named = {name: value for name, value in given.items() if value is not None}
-    prompts, pictures = read_pictures(vision, named, rows, placed=seen.positions is not None)
-    positions = seen.positions
+    of_tower = {name: one for name, one in named.items() if name in picture_names(model)}
+    prompts, pictures = read_pictures(vision, of_tower, rows, placed=positions is not None)
     if positions is None and all(one.positions is not None for one in prompts):
         positions = torch.stack([one.positions for one in prompts], dim=1)  # type: ignore[misc]
     elif positions is None:
@@ -371,8 +409,12 @@ def see_pictures(
             for one, own in zip(prompts, plain.unbind(1), strict=True)
         ]
         positions = torch.stack(each, dim=1)
-    embeds = model.core.network.embed(seen.ids.to(model.device))
+    embeds = model.core.network.embed(input_ids.to(model.device))
     found = features_of(model, prompts, pictures)
+    if named.keys() != of_tower.keys():
+        values = read_values(declared, named, len(ids))
+        others = placed_features(declared, prompts, values, model.width)
+        found = [[*own, *other] for own, other in zip(found, others, strict=True)]
     return SeenInputs(None, positions, *_injected(embeds, found))
 
 

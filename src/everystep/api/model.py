@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack, cast, final
 
@@ -44,6 +44,7 @@ from everystep.requests.rectangles import with_prompt
 from everystep.requests.subject import Subject
 from everystep.shown import counted, counted_bytes, cut
 from everystep.speech.transcribe import transcribe
+from everystep.types import ResolvedAdapter
 
 if TYPE_CHECKING:
     from everystep.requests.keywords import ModelOptions
@@ -169,6 +170,9 @@ class LanguageModel(LoopMethods, Subject):
         layers: int | None = None,
     ) -> Executor:
         return self._held.executor(needs, quantization, layers)
+
+    def resolved(self, adapters: Iterable[str]) -> Mapping[str, ResolvedAdapter]:
+        return self._held.resolved(adapters)
 
     def digest(self, adapters: Iterable[str] = ()) -> str:
         return self._held.digest(adapters)
@@ -334,6 +338,18 @@ class LanguageModel(LoopMethods, Subject):
         made._held = self._held.frozen(adapters)
         made.chat_defaults = self.chat_defaults
         return made
+
+    def as_module(self) -> nn.Module:
+        """Return the model as a `torch.nn.Module`, for what takes such a module: optimisers,
+        `torch.compile`, `DistributedDataParallel`, `fully_shard` of the whole.
+
+        Its parameters are those of `named_parameters`, with the same names in its `state_dict`,
+        whose values lie as in a checkpoint. Its forward is that of the model without a cache. The
+        model generates with the values that they have at each call; where they lie in parts on
+        several processes, RequestError before `unshard()`. Weights that cannot learn yet can from
+        now on; UnsupportedError for quantised ones. Of a wrapped model it is `module`.
+        """
+        return self._held.as_module(self.__call__)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Return the weights of a model that can learn, by the names that checkpoints give them.

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Unpack
 
 from torch import nn
 
+from everystep.adapters import Mix
 from everystep.api.model import LanguageModel, paired
 from everystep.draws import SeededDraws
 from everystep.drivers.driver import Driver, finished
 from everystep.engine import Engine, Lockstep
 from everystep.errors import RequestError, UnsupportedError
+from everystep.models import Model
 from everystep.nn.modes import inference_mode
 from everystep.requests.door import KEYWORDS, Arguments, Objects, lists_options, sort
 from everystep.requests.features import Rows, with_features
@@ -24,7 +26,7 @@ from everystep.requests.reading import read_options
 from everystep.requests.rectangles import read_inputs
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Greedy
-from everystep.types import Past, Prompt, Request, Wants
+from everystep.types import Past, Prompt, Request, ResolvedAdapter, Wants
 
 if TYPE_CHECKING:
     from everystep.requests.keywords import PromptInputs
@@ -50,7 +52,8 @@ def prefill(
     it, one row of what `model.generate` reads: `input_ids`, `inputs_embeds`, `position_ids`,
     `attention_mask`, and what the model declares. `prefix`: another one that this one goes on from.
     `adapter_names`: the adapter that it is fed with. The handle keeps a copy of the keys and
-    values, `prefix.nbytes` of them. UnsupportedError for a model with an encoder, RequestError for
+    values, `prefix.nbytes` of them. UnsupportedError for a model with an encoder, or with weights
+    that learn, RequestError for
     what does not fit.
 
     Example:
@@ -64,6 +67,13 @@ def prefill(
             "a model with an encoder has no prefix: its decoder starts from one token",
             do="Pass encoder_outputs to skip the encoder, and past_key_values to go on after what "
             "its decoder has read",
+        )
+    if isinstance(model.core, Model) and model.core.learns:
+        raise UnsupportedError(
+            "a prefix of weights that may change would be of weights of before",
+            wanted="a model whose weights stay as they are",
+            got="one that learns",
+            do="Pass model.frozen()",
         )
     if (prompt is None) == (not inputs):
         raise RequestError(
@@ -89,9 +99,10 @@ def prefill(
     (own,) = read.prompts
     require_whole(own)
     (adapters,) = adapters_of(options.adapters, 1)
+    resolved = options.resolved_of(adapters)
     with inference_mode():
-        past = _held(model, own, read.values, read.pictures, adapters)
-    return Prefix(replace(own, past=None), past, model.core, adapters)
+        past = _held(model, own, read.values, read.pictures, adapters, resolved)
+    return Prefix(replace(own, past=None), past, model.core, adapters, resolved)
 
 
 def _refuse_choices(given: Mapping[str, object]) -> None:
@@ -111,7 +122,8 @@ def _held(
     prompt: Prompt,
     values: Rows = (),
     pictures: Sequence[Pictures] = (),
-    adapters: tuple[tuple[str, float], ...] = (),
+    adapters: Mix = (),
+    resolved: tuple[ResolvedAdapter, ...] = (),
 ) -> Past:
     """Return the past of a row after the whole prompt, features of values and pictures included."""
     request = Request(
@@ -123,6 +135,7 @@ def _held(
         wants=Wants(cache=True),
         linger=True,
         adapters=adapters,
+        resolved=resolved,
     )
     requests = with_features(model.prompt_inputs, (request,), values, model.width)
     (request,) = with_pictures(model, requests, pictures) if any(pictures) else requests

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, overload
@@ -12,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from everystep.adapters import Mix
 from everystep.api.model import LanguageModel, paired
-from everystep.config.kinds import is_integer
+from everystep.config.kinds import is_integer, require
 from everystep.draws import SeededDraws
 from everystep.drivers.complete import encoder_states
 from everystep.drivers.driver import Driver, finished
@@ -32,7 +34,7 @@ from everystep.requests.rectangles import read_inputs
 from everystep.shown import progress_bar, table
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Greedy
-from everystep.types import Prompt, Request, Wants
+from everystep.types import Prompt, Request, ResolvedAdapter, Wants
 
 _WINDOW = 2048
 """Positions of a window where the model knows no context."""
@@ -47,9 +49,10 @@ class Score:
     """The likelihood of a text to a model, token by token.
 
     `tokens`: (n,) the ids that were scored. `logprobs`: (n,) float32, the natural logarithm of each
-    one's probability after all that stands before it. `top_tokens`, `top_logprobs`: (n, k) the k
-    best of each place, best first. `nbytes`: the length of the text in UTF-8, None for ids.
-    `tokenizer`: what the table spells ids with, if there is one.
+    one's probability after all that stands before it, differentiable where that was asked for.
+    `top_tokens`, `top_logprobs`: (n, k) the k best of each place, best first. `nbytes`: the length
+    of the text in UTF-8, None for ids. `tokenizer`: what the table spells ids with, if there is
+    one.
     """
 
     tokens: Tensor
@@ -84,7 +87,7 @@ class Score:
     @property
     def total(self) -> float:
         """The logarithm of the probability of all tokens."""
-        return float(self.logprobs.sum(dtype=torch.float64))
+        return float(self.logprobs.detach().sum(dtype=torch.float64))
 
     @property
     def perplexity(self) -> float:
@@ -128,6 +131,7 @@ def score(  # type: ignore[overload-overlap]  # a text is a series of texts
     window: int | None = None,
     stride: int | None = None,
     adapter_names: str | None = None,
+    requires_grad: bool = False,
     progress: bool = False,
 ) -> Score: ...
 
@@ -143,6 +147,7 @@ def score(
     window: int | None = None,
     stride: int | None = None,
     adapter_names: str | None = None,
+    requires_grad: bool = False,
     progress: bool = False,
 ) -> list[Score]: ...
 
@@ -157,6 +162,7 @@ def score(
     window: int | None = None,
     stride: int | None = None,
     adapter_names: str | None = None,
+    requires_grad: bool = False,
     progress: bool = False,
 ) -> Any:
     """Return how likely each text is: a `Score` for one, a list of them for several.
@@ -169,7 +175,9 @@ def score(
     each place. A row longer than `window` ids, which is the model's context unless given, is read
     in windows that begin `stride` ids after each other (three quarters of a window unless given);
     each scores what the one before it did not reach. `adapter_names`: the adapter it runs with.
-    `progress`: whether a bar shows how far it is. RequestError for what cannot be scored.
+    `requires_grad`: whether `logprobs` is differentiable in what learns, the weights or that
+    adapter; each window is a forward then. `progress`: whether a bar shows how far it is.
+    RequestError for what cannot be scored, and where gradients are asked for and nothing learns.
 
     Example:
 
@@ -183,6 +191,7 @@ def score(
     before = _each_after(after, len(rows))
     window, stride = _sizes(model, window, stride)
     read_count("best", best, model.vocab_size)
+    _require_gradients(requires_grad, best)
     asked = Arguments(objects=Objects(adapter_names=adapter_names))
     options = read_options(model, asked, tokenizer)
     (adapters,) = adapters_of(options.adapters, 1)
@@ -190,9 +199,15 @@ def score(
     read = [_read(model, tokenizer, text, own, options) for text, own in pairs]
     found: list[list[tuple[Tensor, ...]]] = [[] for _ in rows]
     spans = [span for row in read for span in _spans(row, window, stride)]
-    with inference_mode(), progress_bar(progress, spans, "windows") as advance:
-        for one, known in _run(model, _windows(model, read, window, stride), best, adapters):
-            found[one.row].append(known)
+    if requires_grad:
+        each = _differentiable(model, read, (window, stride), adapter_names)
+    else:
+        windows = _windows(model, read, window, stride)
+        each = _run(model, windows, best, adapters, options.resolved_of(adapters))
+    mode = nullcontext() if requires_grad else inference_mode()
+    with mode, progress_bar(progress, spans, "windows") as advance:
+        for number, known in each:
+            found[number].append(known)
             advance()
     sizes = [len(one.encode("utf-8", "replace")) if isinstance(one, str) else None for one in rows]
     scores = [_joined(parts, size, tokenizer) for parts, size in zip(found, sizes, strict=True)]
@@ -313,9 +328,10 @@ def _run(
     model: LanguageModel,
     windows: Iterator[_Window],
     best: int,
-    adapters: tuple[tuple[str, float], ...],
-) -> Iterator[tuple[_Window, tuple[Tensor, ...]]]:
-    """Yield each window with the likelihoods of its tokens; several are read at once."""
+    adapters: Mix,
+    resolved: tuple[ResolvedAdapter, ...],
+) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    """Yield the row of each window with the likelihoods of its tokens; several are read at once."""
     wants, driver = Wants(prompt_logprobs=best), None
     while taken := list(islice(windows, _AT_ONCE)):
         requests = [
@@ -327,6 +343,7 @@ def _run(
                 stops=(MaxLength(0),),
                 wants=wants,
                 adapters=adapters,
+                resolved=resolved,
             )
             for number, one in enumerate(taken)
         ]
@@ -335,7 +352,68 @@ def _run(
             executor = model.executor(requests[0].needs)
             driver = Driver(Engine(executor, Continuous(budget, _AT_ONCE)))
         for group, one in zip(finished(driver, requests), taken, strict=True):
-            yield one, tuple(part[one.first - 1 :] for part in _parts(prompt_logprobs(group)))
+            parts = _parts(prompt_logprobs(group))
+            yield one.row, tuple(part[one.first - 1 :] for part in parts)
+
+
+def _require_gradients(asked: object, best: int) -> None:
+    """Refuse gradients where none are recorded, or beside what has none."""
+    require(isinstance(asked, bool), "requires_grad", "True or False", asked)
+    if asked and not torch.is_grad_enabled():
+        do = "Call score outside of torch.no_grad() and torch.inference_mode()"
+        raise RequestError("no gradients are recorded here", wanted="requires_grad=False", do=do)
+    if asked and best:
+        do = "Leave best out, or call score once more without requires_grad"
+        raise RequestError("the best tokens of a place have no gradients", got=best, do=do)
+
+
+def _differentiable(
+    model: LanguageModel, rows: Sequence[_Row], sizes: tuple[int, int], adapter: str | None
+) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    """Yield the same as `_run`, window by window, with gradients."""
+    forward = _of_module if model.module is not None else _of_labels
+    for number, row in enumerate(rows):
+        for start, first, end in _spans(row, *sizes):
+            ids = torch.from_numpy(row.ids[start:end].copy()).to(model.device)
+            logprobs = forward(model, ids, row.source, adapter)[first - start - 1 :].float()
+            if not logprobs.requires_grad:
+                raise RequestError(
+                    "nothing that this text is scored with learns, so that there are no gradients",
+                    wanted="weights or an adapter that require gradients",
+                    got="a frozen model",
+                    do="Call model.requires_grad_(), or name an adapter that learns; the native "
+                    "executor, which model.frozen() runs on, has no gradients",
+                )
+            none = logprobs.new_empty(len(logprobs), 0, requires_grad=False)
+            yield number, (ids[first - start :].cpu(), logprobs, none.long().cpu(), none)
+
+
+def _of_labels(
+    model: LanguageModel, ids: Tensor, source: EncoderSource | None, adapter: str | None
+) -> Tensor:
+    """Return (n - 1,) the log-probability of each of n ids but the first."""
+    told: dict[str, object] = {"adapter_names": adapter, "output_logits": False}
+    told |= {"output_logprobs": True, "use_cache": False}
+    if source is None:
+        return model(ids[None], labels=ids[None], **told).logprobs[0, 1:]
+    (prompt,) = source.prompts
+    if prompt.ids is None:
+        do = "Give what its encoder reads as a text or ids"
+        raise RequestError("gradients are of what an encoder reads as ids", do=do)
+    read = torch.from_numpy(prompt.ids.copy())[None].to(model.device)
+    out = model(read, decoder_input_ids=ids[None, :-1], labels=ids[None, 1:], **told)
+    return out.logprobs[0]
+
+
+def _of_module(
+    model: LanguageModel, ids: Tensor, source: EncoderSource | None, adapter: str | None
+) -> Tensor:
+    """Return the same of a module of another library, which knows no labels of ours."""
+    if adapter is not None or source is not None:
+        do = "Choose the active adapter in the module, and leave adapter_names out"
+        raise RequestError("gradients of a wrapped model are those of its decoder", do=do)
+    scores = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+    return scores.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
 
 def _parts(known: TokenLogprobs) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ import hashlib
 import json
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Protocol, final
@@ -24,7 +24,6 @@ from everystep.adapters import (
     Combination,
     Mix,
     PeftAdapter,
-    as_they_are,
     learning,
     let_follow,
     new_adapter,
@@ -58,6 +57,7 @@ from everystep.executors.choice import (
 )
 from everystep.models import (
     Model,
+    WeightModule,
     convert_model,
     first_layers,
     learning_weights,
@@ -70,6 +70,7 @@ from everystep.models.decoder import Decoder
 from everystep.models.load import usable_device
 from everystep.requests.features import PromptInput, own_inputs
 from everystep.requests.subject import Subject
+from everystep.types import ResolvedAdapter
 
 # Weights are read once, unless they can change.
 _DIGESTS: WeakKeyDictionary[Model, str] = WeakKeyDictionary()
@@ -158,6 +159,10 @@ class Holder(Subject, Protocol):
         """Let the weights require gradients, or no longer."""
 
     @abstractmethod
+    def as_module(self, forward: Callable[..., object]) -> nn.Module:
+        """Return the module whose parameters are the weights; `forward` is that of the model."""
+
+    @abstractmethod
     def frozen(self, adapters: Merged | None) -> Holder:
         """Return one with a copy of the weights of now, as they are read fastest."""
 
@@ -205,11 +210,20 @@ class OwnSubject(Holder):
         self._training = False
         self._recomputes = False
         self._unmerged: Model | None = None  # the weights without the adapters that are in them
+        self._weights: WeightModule | None = None  # they are those of the model, once it was asked
         self.given_inputs = ()
 
     @property
     def core(self) -> Model:
+        if self._weights is not None:
+            self._core = self._weights.followed(self._core)
         return self._core
+
+    def _whole_core(self) -> Model:
+        """Return the model, whose weights can be read; RequestError where they lie in parts."""
+        if self._weights is not None:
+            self._weights.require_whole()
+        return self.core
 
     @property
     def generation_config(self) -> GenerationConfig:
@@ -220,7 +234,7 @@ class OwnSubject(Holder):
 
     @property
     def prompt_inputs(self) -> tuple[PromptInput, ...]:
-        encoders = self._core.encoders
+        encoders = self.core.encoders
         return self.given_inputs or (own_inputs(encoders) if encoders else ())
 
     @property
@@ -229,7 +243,7 @@ class OwnSubject(Holder):
 
     @property
     def cache_dtype(self) -> str:
-        return str(KvFormat(self._core.dtype, self._cache_dtype).dtype).removeprefix("torch.")
+        return str(KvFormat(self.core.dtype, self._cache_dtype).dtype).removeprefix("torch.")
 
     @property
     def executor_name(self) -> ExecutorName:
@@ -237,11 +251,11 @@ class OwnSubject(Holder):
 
     @property
     def weight_bytes(self) -> dict[str, int]:
-        return weight_bytes(self._core)
+        return weight_bytes(self.core)
 
     @property
     def runs_on(self) -> str:
-        return chosen(self._core, self._executor_name)
+        return chosen(self.core, self._executor_name)
 
     def executor(
         self,
@@ -249,18 +263,16 @@ class OwnSubject(Holder):
         quantization: Quantization | None = None,
         layers: int | None = None,
     ) -> Executor:
-        core = self._core if layers is None else first_layers(self._core, layers)
-        return open_executor(
-            core,
-            self._executor_name,
-            needs,
-            quantization,
-            self._cache_dtype,
-            as_they_are(self._adapters) if self._adapters else None,
-        )
+        core = self._whole_core()
+        core = core if layers is None else first_layers(core, layers)
+        name, kept = self._executor_name, self._cache_dtype
+        return open_executor(core, name, needs, quantization, kept)
+
+    def resolved(self, adapters: Iterable[str]) -> Mapping[str, ResolvedAdapter]:
+        return {name: require_adapter(self._adapters, name).now() for name in adapters}
 
     def digest(self, adapters: Iterable[str] = ()) -> str:
-        core = self._core
+        core = self._whole_core()
         weights = None if core.learns else _DIGESTS.get(core)
         if weights is None:
             weights = _DIGESTS[core] = weight_digest(core)
@@ -279,11 +291,16 @@ class OwnSubject(Holder):
             adapter.train(mode and adapter.learns)
 
     def recompute(self, recomputes: bool) -> None:
-        self._core = recomputing(self._core, recomputes)
+        self._core = recomputing(self.core, recomputes)
         self._recomputes = recomputes
 
     def _convert(self, **how: Any) -> None:
-        core = convert_model(self._core, **how)
+        if self._weights is not None:
+            raise RequestError(
+                "the weights belong to a torch.nn.Module too, which would keep those of before",
+                do="Convert the model before as_module(), or call to() of the module",
+            )
+        core = convert_model(self.core, **how)
         self._core = recomputing(core, True) if self._recomputes else core
 
     def to(self, device: torch.device | str | int | None, dtype: torch.dtype | None) -> None:
@@ -292,19 +309,19 @@ class OwnSubject(Holder):
         if dtype is not None or place != self.device:
             in_panels = partial(holds_panels, self._executor_name)
             self._convert(device=place, dtype=dtype, in_panels=in_panels)
-            let_follow(self._adapters, self._core)
+            let_follow(self._adapters, self.core)
 
     def load_adapter(self, folder: Folder, name: str, *, learns: bool) -> PeftAdapter:
         self._require_unmerged()
         require_free(self._adapters, name)
-        found = read_adapter(folder, self._core)
+        found = read_adapter(folder, self.core)
         self._adapters = with_adapter(self._adapters, name, found.requires_grad_(learns))
         return found
 
     def add_adapter(self, config: AdapterConfig, name: str) -> PeftAdapter:
         self._require_unmerged()
         require_free(self._adapters, name)
-        found = new_adapter(config, self._core, self.name_or_path)
+        found = new_adapter(config, self.core, self.name_or_path)
         self._adapters = with_adapter(self._adapters, name, found)
         return found
 
@@ -314,7 +331,7 @@ class OwnSubject(Holder):
         self._require_unmerged()
         require_free(self._adapters, name)
         given = {one: require_adapter(self._adapters, one) for one in names}
-        found = weighted_adapter(given, weights, how, self._core)
+        found = weighted_adapter(given, weights, how, self.core)
         self._adapters = with_adapter(self._adapters, name, found)
         return found
 
@@ -327,16 +344,16 @@ class OwnSubject(Holder):
                 got=shown(asked),
                 do='Name them: merge_adapter(["formal"]), or [("formal", 0.7)]',
             )
-        if self._core.learns:
+        if self.core.learns:
             raise UnsupportedError(
                 "adapters are not merged into weights that learn",
                 do="Call requires_grad_(False) and save_pretrained(folder, adapters=[...])",
             )
-        if not isinstance(self._core.network, Decoder):
+        if not isinstance(self.core.network, Decoder):
             raise UnsupportedError("only decoders take adapters")
-        made = with_merged(self._core, self._adapters, asked)
+        made = with_merged(self.core, self._adapters, asked)
         in_panels = partial(holds_panels, self._executor_name)
-        self._unmerged, self._core = self._core, convert_model(made, in_panels=in_panels)
+        self._unmerged, self._core = self.core, convert_model(made, in_panels=in_panels)
 
     def unmerge_adapter(self) -> None:
         if self._unmerged is None:
@@ -360,7 +377,7 @@ class OwnSubject(Holder):
 
         It is differentiable in the adapters that learn.
         """
-        core, rows = self._core, torch.arange(len(mixes) * length).view(len(mixes), length)
+        core, rows = self._whole_core(), torch.arange(len(mixes) * length).view(len(mixes), length)
         if not isinstance(core.network, Decoder) or not any(mixes):
             return core
         one_mix = len({*mixes}) == 1
@@ -381,15 +398,15 @@ class OwnSubject(Holder):
 
     def requires_grad_(self, requires_grad: bool) -> None:
         self._require_unmerged()
-        if requires_grad and not self._core.learns:
+        if requires_grad and not self.core.learns:
             self._convert(learns=True)
-        if self._core.learns:
+        if self.core.learns:
             for _, weight in self.named_parameters():
                 weight.requires_grad_(requires_grad)
 
     def frozen(self, adapters: Merged | None) -> OwnSubject:
         in_panels = partial(holds_panels, self._executor_name)
-        core, kept = self._core, self._adapters
+        core, kept = self._whole_core(), self._adapters
         if adapters is not None:
             core, kept = with_merged(core, kept, adapters), {}
         made = OwnSubject(
@@ -402,18 +419,25 @@ class OwnSubject(Holder):
         made.given_inputs, made._adapters = self.given_inputs, kept
         return made
 
+    def as_module(self, forward: Callable[..., object]) -> nn.Module:
+        if self._weights is None:
+            if not self.core.learns:
+                self.requires_grad_(True)
+            self._weights = WeightModule(self.core, forward)
+        return self._weights
+
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(learning_weights(self._core))
+        return iter(learning_weights(self.core))
 
     def state_dict(self) -> dict[str, Tensor]:
-        return dict(named_weights(self._core))
+        return dict(named_weights(self._whole_core()))
 
     def save_pretrained(self, folder: Folder, saving: Saving, passed: Mapping[str, object]) -> None:
         if passed:
             what = f"save_pretrained knows no {next(iter(passed))!r}"
             raise UnknownArgumentError(what, do=f"Arguments are {', '.join(Saving._fields)}")
         known = {} if self._unmerged is not None else self._adapters
-        core = with_merged(self._core, known, saving.adapters)
+        core = with_merged(self._whole_core(), known, saving.adapters)
         save_model(core, self._config, folder, saving)
 
 
@@ -503,6 +527,9 @@ class WrappedSubject(Holder):
             )
         return self._core.executor()
 
+    def resolved(self, adapters: Iterable[str]) -> Mapping[str, ResolvedAdapter]:
+        return {}
+
     def digest(self, adapters: Iterable[str] = ()) -> str:
         """Return the digest of the module, whose adapters are part of it."""
         parts = [self._core.digest(), str(self._core.dtype), self.cache_dtype, *adapters]
@@ -567,6 +594,9 @@ class WrappedSubject(Holder):
 
     def requires_grad_(self, requires_grad: bool) -> None:
         self._module.requires_grad_(requires_grad)
+
+    def as_module(self, forward: Callable[..., object]) -> nn.Module:
+        return self._module
 
     def frozen(self, adapters: Merged | None) -> Holder:
         raise UnsupportedError(

@@ -86,7 +86,7 @@ def generate(
     kept = save or resume
     for written in (kept, trace, record):
         # A run that is not there is an error of its own.
-        if written is not None and (resume is None or written != resume or resume.exists()):
+        if written is not None and (written != resume or written.exists()):
             require_writable(written)
     decoding, seed = o.decoding(said), said["seed"]
     decoding |= o.following(said)

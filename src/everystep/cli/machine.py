@@ -13,6 +13,10 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "sentencepiece": ("sentencepiece", "protobuf"),
     "audio": ("soundfile",),
     "train": ("pyarrow",),
+    "server": (
+        *("starlette", "uvicorn", "msgspec"),
+        *("prometheus-client", "httptools", "uvloop"),
+    ),
 }
 """The distributions that each extra brings, but for those that the command line needs itself."""
 

@@ -76,7 +76,6 @@ be typed."""
 
 COMMANDS: Mapping[str, str] = {
     "run": "`everystep chat --model MODEL` talks to a model, with MESSAGE it answers that.",
-    "serve": "There is no server: the page docs/guide/web.md builds one with es.AsyncEngine.",
     "complete": "`everystep generate TEXT` continues a text.",
     "download": "`everystep pull MODEL` fetches a model.",
     "list": "`everystep models` lists models.",

@@ -136,8 +136,7 @@ class Submission:
         if self.reply is None or self.box is None:
             return Wording(None)
         made, (request,) = Wording(self.reply.tokenizer), self.box.requests
-        if (trim := self.reply.trim(request)) is not None:
-            made.trim(request.request_id, *trim)
+        self.reply.spell(made, request)
         return made
 
     def hand_over(self, thread: EngineThread, box: Mailbox) -> None:

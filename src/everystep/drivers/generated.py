@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.dialogue.asked import Message
 from everystep.engine.collect import Captures, kept_rows
 from everystep.engine.decided import results_of
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
@@ -20,7 +22,8 @@ from everystep.requests.reading import cut_by_default
 from everystep.shown import cut, table
 from everystep.stops.strings import StopStrings
 from everystep.strategies.beams import NOTHING
-from everystep.text import Trimmer
+from everystep.streamers import Wording
+from everystep.text import Trimmer, follow
 from everystep.types import Finished, FinishReason, Group, Request
 
 Shown = tuple[tuple[Tensor, ...], ...]
@@ -36,8 +39,9 @@ class Generated:
     row of another prompt that begins alike. `logprobs` of its tokens and `prompt_logprobs` of its
     prompt's where they were asked for. So are `hidden_states` and `attentions`: for each token, by
     layer, (T, E) and (H, T, S) of the positions that were fed before it, the whole prompt for the
-    first; of the decoder where an encoder reads the prompt. Where the reason is an error, the text
-    and the ids are as far as they came.
+    first; of the decoder where an encoder reads the prompt. `message`: the answer's parts, where
+    tools or thoughts were asked for; its text then keeps the marks of both. Where the reason is an
+    error, the text and the ids are as far as they came.
     """
 
     text: str
@@ -48,6 +52,7 @@ class Generated:
     cached_tokens: int = 0
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
+    message: Message | None = None
     hidden_states: Shown | None = field(default=None, repr=False, compare=False)
     attentions: Shown | None = field(default=None, repr=False, compare=False)
 
@@ -130,8 +135,25 @@ class Reply:
             answers = kept.get(done.index if in_rows else number, [])[: len(ids)]
             layers = _shown([one.layers for one in answers]) if wants.layers else None
             weights = _shown([one.attentions for one in answers]) if wants.attentions else None
-            results.append(Generated(text, tuple(ids), *found, layers, weights))
+            parts = self._message(text, group, number)
+            results.append(Generated(text, tuple(ids), *found, parts, layers, weights))
         return results
+
+    def _message(self, text: str, group: Group, number: int) -> Message | None:
+        """Return the parts of an answer, where the call asked for them. The ids of its calls follow
+        from the seed, the answer's number, and how long the prompt is."""
+        dialogue, request = self.options.dialogue, group.request
+        if dialogue is None:
+            return None
+        seed = getattr(request.draws, "seed", 0)
+        key = f"{seed}/{number}/{request.prompt.length}"
+        return dialogue.message(text, end_of_prompt(self.tokenizer, request.prompt.ids), key)
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """The special ids that texts show."""
+        dialogue = self.options.dialogue
+        return frozenset() if dialogue is None else dialogue.kept
 
     def failed(self, error: Exception, tokens: Iterable[int] = (), prompt: int = 0) -> Generated:
         """Return what stands in the place of a prompt that failed after these tokens."""
@@ -160,6 +182,13 @@ class Reply:
         before = [] if ids is None or not longest else ids[-longest:].tolist()
         return strings, self.text(before)
 
+    def spell(self, wording: Wording, request: Request) -> None:
+        """Tell what spells a request's events which marks they keep, and which strings they
+        lose."""
+        wording.keep(request.request_id, self.kept)
+        if (trim := self.trim(request)) is not None:
+            wording.trim(request.request_id, *trim)
+
     def cut(self, group: Group) -> tuple[str, ...]:
         """Return what to tell a caller who set no length and shall not take a cut text for a whole
         one."""
@@ -170,7 +199,21 @@ class Reply:
         """Return the text of these ids, empty without a tokenizer."""
         if self.tokenizer is None:
             return ""
+        if kept := self.kept:
+            follower = follow(self.tokenizer, kept=kept)
+            return follower.push(ids) + follower.finish()
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+_END = 64
+
+
+def end_of_prompt(tokenizer: TokenizerLike | None, ids: object) -> str:
+    """Return the text of a prompt's last ids, marks and all; none where it has no ids."""
+    if tokenizer is None or ids is None:
+        return ""
+    last = np.asarray(ids).reshape(-1)[-_END:].tolist()
+    return str(tokenizer.decode(last, skip_special_tokens=False))
 
 
 def _shown(answers: Iterable[tuple[Tensor, ...] | None]) -> Shown:

@@ -22,10 +22,11 @@ from everystep.config import (
     is_configuration,
 )
 from everystep.config.kinds import POSITIVE
+from everystep.dialogue.asked import Dialogue, read_dialogue
 from everystep.draws import seed_of
 from everystep.drivers.complete import completed
 from everystep.drivers.driver import Driver, Mailbox, is_data, reopen_after_fork, shared_driver
-from everystep.drivers.generated import Reply
+from everystep.drivers.generated import Reply, end_of_prompt
 from everystep.engine import Continuous, Engine, Reuse
 from everystep.engine.collect import Captures
 from everystep.errors import EverystepError, RequestError, UnsupportedError, shown
@@ -34,7 +35,7 @@ from everystep.nn.modes import inference_mode
 from everystep.records import RecordWriter, record_writer
 from everystep.requests.absent import OF_LAYERS, OF_STEPS, refuse_argument, refuse_rectangular
 from everystep.requests.caches import row_quantization
-from everystep.requests.door import KEYWORDS, NOTHING_BESIDE, PromptValues, sort
+from everystep.requests.door import KEYWORDS, NOTHING_BESIDE, Beside, PromptValues, sort
 from everystep.requests.inputs import Inputs
 from everystep.requests.options import NO_RECORDING, Options, read_seeds
 from everystep.requests.pictures import Seen
@@ -149,10 +150,18 @@ class Session:
 
     # --- what is asked for ------------------------------------------------------------------------
 
-    def asked(self, prompt: PromptLike, given: Mapping[str, object], since: float) -> Options:
+    def asked(
+        self,
+        prompt: PromptLike,
+        given: Mapping[str, object],
+        since: float,
+        *,
+        in_chat: bool | None = None,
+    ) -> Options:
         """Return what these keywords ask for a prompt that is a call of its own, made at the moment
-        `since`."""
-        own = self._read(given, since, in_chat=messages_of(prompt) is not None)
+        `since`; `in_chat`: whether it is a conversation, where ids do not show that."""
+        chats = messages_of(prompt) is not None if in_chat is None else in_chat
+        own = self._read(given, since, in_chat=chats)
         _require_alike(self._model, self._first, own, "the engine")
         return own
 
@@ -193,7 +202,27 @@ class Session:
             starts_answer=beside.add_generation_prompt is not False,
             trims=bool(beside.trim_stop_strings) and self.tokenizer is not None,
             negative_prompt=beside.negative_prompt,
+            dialogue=self._dialogue(beside, in_chat=in_chat),
         )
+
+    def _dialogue(self, beside: Beside, *, in_chat: bool) -> Dialogue | None:
+        """Return what is asked of tools and thoughts, which only a conversation has."""
+        found = read_dialogue(
+            self.tokenizer,
+            beside.tools,
+            beside.tool_choice,
+            beside.parallel_tool_calls,
+            beside.enable_thinking,
+            beside.thinking_budget,
+        )
+        if found is not None and not in_chat:
+            raise RequestError(
+                "tools and thoughts belong to a conversation",
+                wanted="messages",
+                got="a text or ids",
+                do="Pass [{'role': 'user', 'content': ...}] as the prompt",
+            )
+        return found
 
     def _writer(self, file: object) -> RecordWriter:
         """Return the one writer of a file, for all prompts that name it."""
@@ -276,7 +305,8 @@ class Session:
         if not begins and messages_of(prompt) is None:
             warnings.warn(_NO_TEMPLATE, stacklevel=4)
         own = self._model, self.tokenizer
-        passed = read_prompt(*own, prompt, starts_answer=begins, prefix=prefix)
+        dialogue = options.dialogue
+        passed = read_prompt(*own, prompt, starts_answer=begins, prefix=prefix, dialogue=dialogue)
         if options.negative_prompt is None:
             return passed
         away = self._negative(options.negative_prompt, starts_answer=begins)
@@ -319,6 +349,8 @@ class Session:
         _require_one(inputs)
         before = 0 if options.prefix is None else len(options.prefix)
         require_unfilled(before + inputs.prompt_width, self._model)
+        if options.dialogue is not None:
+            options = _led(options, options.dialogue, passed, self._model.vocab_size)
         with inference_mode():
             call = prepare(self._model, options, inputs)
         for notice in call.options.effective.notices:
@@ -422,6 +454,29 @@ class Session:
         for notice in self.reply(index).cut(group):
             self._cut = True
             warnings.warn(notice, stacklevel=depth)
+
+
+def _led(options: Options, dialogue: Dialogue, passed: PromptValues, size: int) -> Options:
+    """Return the options with what leads the answer to this prompt: the grammar of its calls, and
+    the bound of its thoughts."""
+    tokenizer, steering = options.tokenizer, options.steering
+    prompt = end_of_prompt(tokenizer, passed.input_ids)
+    mask = dialogue.mask(prompt, tokenizer, options.ends.eos, size)
+    bound = dialogue.bound(prompt, tokenizer)
+    rival = steering.grammar is not None
+    if rival and (mask is not None or (bound is not None and bound.thinks)):
+        kind = steering.grammar.grammar.source.kind  # type: ignore[union-attr]
+        asked = "tools" if mask is not None else "thinking_budget"
+        raise RequestError(
+            f"an answer cannot follow {kind} and what {asked} asks for at once",
+            wanted="one of them",
+            do=f"Leave {kind} out, or {asked}",
+        )
+    if mask is not None and not options.ends.eos:
+        what, do = "forced calls need a token that ends a text", "Set eos_token_id"
+        raise RequestError(what, wanted="eos_token_id", got="none", do=do)
+    led = replace(steering, grammar=mask or steering.grammar, thoughts=bound)
+    return replace(options, steering=led)
 
 
 def _require_own_rows(e: Effective, strategy: Strategy) -> None:

@@ -58,8 +58,7 @@ class Stream(Generic[E]):
                 error.add_note(f"This was prompt {index}.")
                 raise
             self._inside.append(inside)
-            if (trim := session.reply(index).trim(request)) is not None:
-                self._wording.trim(request.request_id, *trim)
+            session.reply(index).spell(self._wording, request)
 
     def open_locks(self) -> None:
         """Make the lock anew, as a forked child needs it."""

@@ -9,12 +9,13 @@ from everystep.engine.draft_model import DraftModel
 from everystep.engine.engine import Engine
 from everystep.engine.lookup import PromptLookup
 from everystep.engine.other_words import OtherDraftModel
-from everystep.engine.prefixes import Reuse
+from everystep.engine.prefixes import NO_REUSE, Reuse
 from everystep.engine.reopen import Beginning, Known
 from everystep.engine.schedule import Continuous, Lockstep, Turns
 from everystep.engine.spelling import Tokenizers
 
 __all__ = [
+    "NO_REUSE",
     "Beginning",
     "Continuous",
     "Contrast",

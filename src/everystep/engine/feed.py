@@ -224,7 +224,8 @@ class Feeds:
         inputs, positions, mask = span.inputs(self.declared), span.positions(), span.mask()
         if given:
             inputs = overlaid(inputs, given)
-        return Extra(inputs, positions, mask, request.adapters, *wanted, span.whole(), early)
+        own, whole = request.adapters, span.whole()
+        return Extra(inputs, positions, mask, own, *wanted, whole, early, request.resolved)
 
     def ask_prompt(self, group: Group, sequence: Sequence, count: int) -> int:
         """Ask for the rows that say how likely the prompt is, and count them; they stand before

@@ -36,6 +36,10 @@ class Reuse:
     least: int = 16
 
 
+NO_REUSE = Reuse(least=NO_LIMIT)
+"""No row is of use to another group: for weights that may change between two steps."""
+
+
 class Room(NamedTuple):
     """The space that running groups leave: cache rows, and positions in them."""
 
@@ -45,16 +49,21 @@ class Room(NamedTuple):
 
 class Key(NamedTuple):
     """Only rows with equal keys may hold the same: who shares, what the weights are, and what the
-    first positions are where a row began with a past, which is compared by identity."""
+    first positions are where a row began with a past, which is compared by identity.
+
+    `resolved`: the numbers of what the names of adapters stand for.
+    """
 
     salt: str | None
     adapters: tuple[tuple[str, float], ...]
+    resolved: tuple[int, ...]
     past: Past | None
 
 
 def key_of(request: Request) -> Key:
     """Return what a row must have in common with those of this request."""
-    return Key(request.salt, request.adapters, request.prompt.past)
+    numbers = tuple(one.number for one in request.resolved)
+    return Key(request.salt, request.adapters, numbers, request.prompt.past)
 
 
 @dataclass(slots=True, eq=False)

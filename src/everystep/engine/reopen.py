@@ -111,7 +111,8 @@ def _given_alike(old: Request, new: Request) -> bool:
     """Tell whether positions of both are given the same beside ids; what hooks give may depend on
     how long a sequence may become."""
     lengths = old.max_length == new.max_length or not new.hooks
-    return old.adapters == new.adapters and old.hooks == new.hooks and lengths
+    adapters = old.adapters == new.adapters and old.resolved == new.resolved
+    return adapters and old.hooks == new.hooks and lengths
 
 
 def _shared(old: Sequence, tokens: np.ndarray, table: TokenTable) -> int:

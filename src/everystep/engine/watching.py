@@ -94,7 +94,7 @@ def told(
     watch: Watch | None,
 ) -> deque[WatchedStep]:
     """Return what the watchers of these changes are told, and those of groups that only fed."""
-    chosen = {
+    chosen: dict[int, tuple[StepRecord | None, int]] = {
         id(group): (record, place)
         for record in records
         for place, group in enumerate(record.scored.groups)

@@ -23,7 +23,8 @@ class Executor(Protocol):
     abilities: frozenset[str]
     """Of "truncate", "cut", "embeds", "positions", "mask", "hidden", "layers", "early",
     "attentions", "encoder", "past", "adapters" and "best", the names of the inputs that its model
-    declares, and an `adapter_ability` for each adapter that it holds.
+    declares, what changes need that adapters make, and an `adapter_ability` for each adapter that
+    it knows by name.
 
     "truncate": what the last feed of a row wanted logits of can be taken back, one position after
     another, and so can everything at once (to 0). To go back further, the row is freed and fed

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from typing import Literal
 
 import torch
 
-from everystep.adapters import Adapter
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.errors import RequestError, UnsupportedError
 from everystep.executors.base import Executor
@@ -31,15 +30,13 @@ def open_executor(
     needs: Set[str] = frozenset(),
     quantization: Quantization | None = None,
     cache_dtype: CacheDtype | None = None,
-    adapters: Mapping[str, Adapter] | None = None,
 ) -> Executor:
     """Open an executor without rows that has the abilities in `needs`.
 
     `quantization`: how its rows keep what they hold, None for full precision. "auto" takes the
     native one where nothing stands in its way. `cache_dtype`: the type of what they hold in full
-    precision, None for the model's. `adapters`: what feeds may ask for, by name, which torch
-    operators alone can do. Raise UnsupportedError where "native" is asked for and cannot be had,
-    RequestError where rows are to be kept in two ways.
+    precision, None for the model's. Raise UnsupportedError where "native" is asked for and cannot
+    be had, RequestError where rows are to be kept in two ways.
     """
     if quantization is not None and cache_dtype is not None:
         raise RequestError(
@@ -53,7 +50,7 @@ def open_executor(
     if quantization is not None:
         reasons.append("its rows are in full precision")
     if name == "torch" or (name == "auto" and reasons):
-        return TorchExecutor(model, quantization, cache_dtype, adapters)
+        return TorchExecutor(model, quantization, cache_dtype)
     if reasons:
         raise UnsupportedError(
             "the native executor cannot run this",

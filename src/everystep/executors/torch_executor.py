@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.adapters import Adapter, adapted
+from everystep.adapters import EVERY_CHANGE, adapted, uses_of
 from everystep.cache.context import CacheContext
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.cache.plan import Plan, runs
@@ -31,14 +31,14 @@ from everystep.models import Model, embedded, refuse_copies
 from everystep.models.decoder import Decoder
 from everystep.nn.modes import inference_mode, outside_autocast
 from everystep.nn.network import Full, Network, Placed, StepInputs, Window
-from everystep.types import Answer, Extra, InputSpec, Past, StepOutput, Work, adapter_ability
+from everystep.types import Answer, Extra, InputSpec, Past, StepOutput, Work
 
 
 class TorchExecutor:
     """One engine's executor on a model of this library.
 
     `quantization`: how rows keep what they hold, None for full precision, which is `cache_dtype`
-    or, without it, the type of the model. `adapters`: what feeds may ask for, by name.
+    or, without it, the type of the model.
     """
 
     __reduce_ex__ = refuse_copies
@@ -49,11 +49,9 @@ class TorchExecutor:
         model: Model,
         quantization: Quantization | None = None,
         cache_dtype: CacheDtype | None = None,
-        adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
         network = model.network
         self._network = network
-        self._adapters = dict(adapters or {})
         self.vocab_size: int = network.spec.vocab_size
         self.device: torch.device = network.device
         self.inputs: Mapping[str, InputSpec] = declared_inputs(network)
@@ -71,7 +69,7 @@ class TorchExecutor:
         if not self.cache.forgets:
             able.add("cut")
         if isinstance(network, Decoder):
-            able.update({"adapters", *map(adapter_ability, self._adapters)})
+            able |= {"adapters", *EVERY_CHANGE}
         # Models with an encoder have relative positions only, recurrent layers none at all.
         if any(isinstance(one, Full | Window) for layer in network.stores for one in layer):
             own = {"encoder"} if network.encodes else {"positions", "mask"}
@@ -136,11 +134,11 @@ class TorchExecutor:
         if not isinstance(self._network, Decoder):
             return self._network
         asked = [
-            (extra.adapters, torch.arange(int(work.counts[feed])) + int(plan.begins[feed]))
+            (uses_of(extra), torch.arange(int(work.counts[feed])) + int(plan.begins[feed]))
             for feed, extra in work.extras.items()
             if extra.adapters
         ]
-        return adapted(self._network, self._adapters, asked) if asked else self._network
+        return adapted(self._network, asked) if asked else self._network
 
     def _placed(self, work: Work, declared: InputSpec, plan: Plan) -> Placed:
         """Return all that feeds give of a declared input, in packed order."""

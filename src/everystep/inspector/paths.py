@@ -55,8 +55,8 @@ class Paths:
                 node = found.live.get(child.parent, root)
                 own = rows.get(child.parent, [])
                 for place, id in enumerate(child.ids):
-                    led = own[place] if place < len(own) else None
-                    twin = Node(node, id, led, number)
+                    seen = own[place] if place < len(own) else None
+                    twin = Node(node, id, seen, number)
                     node.children.append(twin)
                     node = twin
                 if node is not root:

@@ -73,8 +73,10 @@ class Family:
     -> the usual ones, which count; it may use either. `plan_encoders`: the encoders of prompt
     inputs that a configuration, complete with its defaults, describes beside the network. `tower`:
     what reads pictures, where the family has that. `prefixes`: with what names begin in other
-    checkpoints, and with what they begin here. `without`: the parts that can be left out, by name:
-    each makes of a configuration that of a model without the part.
+    checkpoints, and with what they begin here. `whole`: with what names begin here, and in the
+    module that other libraries have for the part and the rest together, where they have none for
+    the part alone. `without`: the parts that can be left out, by name: each makes of a
+    configuration that of a model without the part.
     """
 
     defaults: Mapping[str, Any]
@@ -86,9 +88,17 @@ class Family:
     plan_encoders: Callable[[Mapping[str, Any]], tuple[EncoderPlan, ...]] = no_encoders
     tower: Callable[[Any, WeightLoader], VisionTower | None] | None = None
     prefixes: tuple[tuple[str, str], ...] = ()
+    whole: tuple[str, str] | None = None
     without: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = field(
         default_factory=dict
     )
+
+    def in_whole(self, name: str) -> str:
+        """Return the name of a module or weight as other libraries have it."""
+        if self.whole is None or name.startswith(self.whole[1]):
+            return name
+        here, there = self.whole
+        return there + name.removeprefix(here) if name.startswith(here) else name
 
     def all_parameters(self, config: Mapping[str, Any], spec: Any) -> dict[str, Parameter]:
         """Return the parameters of the network and of the encoders, by their keys."""

@@ -285,7 +285,12 @@ def learning_weights(model: Model) -> list[tuple[str, Tensor]]:
             "the model's weights are packed, and nothing can change them",
             do="Call model.requires_grad_() first",
         )
-    return [(part.name, one) for part, one in _places(model) if isinstance(one, Tensor)]
+    return [(part.name, one) for part, one in learning_parts(model)]
+
+
+def learning_parts(model: Model) -> list[tuple[ParameterPart, Tensor]]:
+    """Return the same with what is known of each: where it is, and how it lies there."""
+    return [(part, one) for part, one in _places(model) if isinstance(one, Tensor)]
 
 
 def _weights(model: Model) -> Iterator[tuple[str, Matrix]]:

@@ -28,6 +28,7 @@ from everystep.processors.guidance import (
 from everystep.processors.samplers import DynamicTemperature, Mirostat, TopNSigma, Xtc
 from everystep.processors.stacking import at_row
 from everystep.processors.synthid import SynthIDTextWatermarkLogitsProcessor
+from everystep.processors.thoughts import ThoughtBudget
 from everystep.processors.watermark import WatermarkLogitsProcessor
 from everystep.types.protocols import Processor
 
@@ -43,7 +44,8 @@ class Facts:
     `user`: callables of (input_ids, scores), instances of classes in `CANONICAL`, or
     `UserProcessor`.
     `allowed`: what `allowed_sequences` says of this row. `encode`: a text's ids without special
-    ones; None without a tokenizer. `grammar`: what the text has to follow.
+    ones; None without a tokenizer. `grammar`: what the text has to follow; `thoughts`: how long
+    it may think.
     """
 
     eos: tuple[int, ...] = ()
@@ -60,6 +62,7 @@ class Facts:
     allowed: AllowedSequences | None = None
     encode: Callable[[str], Sequence[int]] | None = None
     grammar: GrammarMask | None = None
+    thoughts: ThoughtBudget | None = None
 
     @property
     def min_tokens_to_keep(self) -> int:
@@ -247,7 +250,7 @@ AFTER: Slots = {
 }
 _SAMPLING = (warpers.TemperatureLogitsWarper, DynamicTemperature, *SAMPLERS)
 _SHAPING = (*dict.fromkeys(_SAMPLING), *AFTER)
-CANONICAL: tuple[type, ...] = (*BEFORE, UserProcessor, GrammarMask, *_SHAPING)
+CANONICAL: tuple[type, ...] = (*BEFORE, UserProcessor, ThoughtBudget, GrammarMask, *_SHAPING)
 RANK: dict[type, int] = {kind: rank for rank, kind in enumerate(CANONICAL)}
 # What `sampler_order` calls them; those that it names come first, as it names them.
 NAMES: dict[type, str] = {
@@ -291,6 +294,7 @@ def build(effective: Values, facts: Facts) -> tuple[Processor, ...]:
         *map(_at_slot, guiding),
         *before,
         *map(_at_slot, free),
+        *((facts.thoughts,) if facts.thoughts else ()),
         *((facts.grammar,) if facts.grammar else ()),
         *sorted(samplers, key=lambda one: place.get(NAMES[type(one)], len(place))),
         *_made(AFTER, effective, facts),

@@ -279,7 +279,14 @@ def row_quantization(
         return layer.quantization if isinstance(layer, QuantizedLayer) else None
     if effective.use_cache is False or effective.cache_implementation is None:
         return None
-    if _kind(effective) != "quantized":
+    kind = _kind(effective)
+    if kind != "dynamic" and holds_states(model.core.network.stores):
+        raise UnsupportedError(
+            "rows of a model with recurrent layers hold states, not keys and values",
+            got=f"cache_implementation={kind!r}",
+            do="Leave cache_implementation out",
+        )
+    if kind != "quantized":
         return None
     refuse_quantized_windows(model.windows)
     return read_quantization(effective.cache_config or {})
@@ -294,15 +301,9 @@ def new_cache(
     if effective.use_cache is False:
         return None
     kind, windows = _kind(effective), list(model.windows)
-    if holds_states(model.core.network.stores):
-        if kind != "dynamic":
-            raise UnsupportedError(
-                "rows of a model with recurrent layers hold states, not keys and values",
-                got=f"cache_implementation={kind!r}",
-                do="Leave cache_implementation out",
-            )
-        return None
     how = row_quantization(effective, model)
+    if holds_states(model.core.network.stores):
+        return None
     cache: Cache
     if how is not None:
         cache = QuantizedCache("everystep", windows, how.bits, None, None, how.group, how.residual)

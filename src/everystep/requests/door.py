@@ -58,6 +58,7 @@ _WAITING = (
     "Set max_time, or call es.generate, es.stream or an AsyncEngine",
 )
 _AWAY = (_TENSORS, "Pass negative_prompt, or call model.generate")
+_OF_MESSAGES = (_TENSORS, "Pass messages to es.chat or es.generate with it")
 _EVENTS = (_TENSORS, "Read the events of es.stream, or call model.generate")
 
 
@@ -254,6 +255,36 @@ class Beside:
         "With guidance_scale: the prompt that is guided away from, as a text, messages or ids.",
         calls=_TEXTS,
         elsewhere=("belongs to calls about prompts", "Pass negative_prompt_ids"),
+    )
+    tools: object = keyword(
+        "Sequence[Mapping[str, object] | Callable[..., object]] | None",
+        "The functions that may be called in answer to messages, or their JSON schemas.",
+        calls=_TEXTS,
+        elsewhere=_OF_MESSAGES,
+    )
+    tool_choice: object = keyword(
+        "str | Mapping[str, object] | None",
+        'With tools: "auto", "required", "none", or the name of the one that is called.',
+        calls=_TEXTS,
+        elsewhere=_OF_MESSAGES,
+    )
+    parallel_tool_calls: object = keyword(
+        "bool | None",
+        "With tools: whether an answer may make several calls; it may unless this is False.",
+        calls=_TEXTS,
+        elsewhere=_OF_MESSAGES,
+    )
+    enable_thinking: object = keyword(
+        "bool | None",
+        "Whether the model thinks before it answers messages, where its chat template has both.",
+        calls=_TEXTS,
+        elsewhere=_OF_MESSAGES,
+    )
+    thinking_budget: object = keyword(
+        "int | None",
+        "The tokens after which thoughts are ended, in answer to messages.",
+        calls=_TEXTS,
+        elsewhere=_OF_MESSAGES,
     )
     of_loop: Mapping[str, object] = field(default_factory=dict)
 

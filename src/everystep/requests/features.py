@@ -185,18 +185,27 @@ def with_features(
 ) -> tuple[Request, ...]:
     """Return the requests, whose prompts hold the features of their rows; RequestError where counts
     do not agree. `width`: E, of the model."""
+    with torch.no_grad():
+        placed = placed_features(declared, [one.prompt for one in requests], values, width)
+    return tuple(
+        replace(request, prompt=injected_with(request.prompt, full)) if full else request
+        for request, full in zip(requests, placed, strict=True)
+    )
+
+
+def placed_features(
+    declared: Sequence[PromptInput], prompts: Sequence[Prompt], values: Rows, width: int
+) -> list[list[Injected]]:
+    """Return per prompt the features of what is given to its row, where they stand; as
+    `with_features`. They are differentiable where gradients are on."""
     features = {one.name: _encoded(one, values, width) for one in declared if values}
     found = []
-    for row, request in enumerate(requests):
-        prompt = request.prompt
+    for row, prompt in enumerate(prompts):
         parts = [_placed(one, features.get(one.name, {}).get(row), prompt, row) for one in declared]
-        full = [
-            Injected(places, part) for places, part in parts if part is not None and len(places)
-        ]
-        if full:
-            request = replace(request, prompt=injected_with(prompt, full))
-        found.append(request)
-    return tuple(found)
+        found.append(
+            [Injected(places, part) for places, part in parts if part is not None and len(places)]
+        )
+    return found
 
 
 def injected_with(prompt: Prompt, parts: Sequence[Injected]) -> Prompt:
@@ -289,7 +298,7 @@ def _checked(one: PromptInput, made: object, count: int, width: int) -> list[Ten
             got=got,
             do="Project them to the width of the model's embeddings",
         )
-    return [part.detach() for part in each]
+    return each if torch.is_grad_enabled() else [part.detach() for part in each]
 
 
 def _placed(

@@ -107,6 +107,16 @@ class PlainTextOptions(ObjectOptions, total=False):
     """Seconds after which a prompt ends, counted from the call, its waiting too."""
     negative_prompt: str | Numbers | Mapping[str, object] | None
     """With guidance_scale: the prompt that is guided away from, as a text, messages or ids."""
+    tools: Sequence[Mapping[str, object] | Callable[..., object]] | None
+    """The functions that may be called in answer to messages, or their JSON schemas."""
+    tool_choice: str | Mapping[str, object] | None
+    """With tools: "auto", "required", "none", or the name of the one that is called."""
+    parallel_tool_calls: bool | None
+    """With tools: whether an answer may make several calls; it may unless this is False."""
+    enable_thinking: bool | None
+    """Whether the model thinks before it answers messages, where its chat template has both."""
+    thinking_budget: int | None
+    """The tokens after which thoughts are ended, in answer to messages."""
 
 
 class TextOptions(PlainTextOptions, ResultOptions, total=False):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from everystep.adapters import Mix
 from everystep.bridge.core import ForeignModel
 from everystep.config import Effective
+from everystep.dialogue.asked import Dialogue
 from everystep.draws import SeededDraws, SharedDraws, seed_of
 from everystep.engine import Contrast, Corpus
 from everystep.errors import RequestError, shown
@@ -16,9 +17,10 @@ from everystep.executors.base import Executor
 from everystep.models import Model
 from everystep.processors.allowed import AllowedSequences
 from everystep.processors.grammars.mask import GrammarMask
+from everystep.processors.thoughts import ThoughtBudget
 from everystep.records import RecordWriter
 from everystep.strategies import BestOf
-from everystep.types import Past, Prompt
+from everystep.types import Past, Prompt, ResolvedAdapter
 from everystep.types.draw_places import Draws
 from everystep.types.hooks import Hook
 from everystep.types.request import Strategy
@@ -66,13 +68,14 @@ class Prefix:
     order and from several threads.
 
     `prompt`: what was read; `past`: what a row holds of it; `core`: the weights that it was fed to;
-    `adapters`: what was asked for beside them, as in a request.
+    `adapters`, `resolved`: what was asked for beside them, as in a request.
     """
 
     prompt: Prompt
     past: Past
     core: Model | ForeignModel
     adapters: tuple[tuple[str, float], ...] = ()
+    resolved: tuple[ResolvedAdapter, ...] = ()
 
     def __len__(self) -> int:
         """Return the number of its positions."""
@@ -119,7 +122,7 @@ class Steering:
     """Objects that change or watch the choice of tokens, those of the caller among them.
 
     `allowed`: the sets of `allowed_sequences`, one for all rows or one each. `grammar`: what the
-    texts have to follow.
+    texts have to follow; `thoughts`: how long they may think.
     """
 
     processors: tuple[Callable[..., Any], ...] = ()
@@ -127,6 +130,7 @@ class Steering:
     prefix_allowed_tokens: Callable[..., Any] | None = None
     allowed: tuple[AllowedSequences, ...] = ()
     grammar: GrammarMask | None = None
+    thoughts: ThoughtBudget | None = None
     hooks: tuple[Hook, ...] = ()
 
     @property
@@ -181,10 +185,11 @@ class Options:
     `effective`: every field of the configuration. `seed`: one integer, from which each row gets its
     own, or one for each row. `prefix`: what comes before every prompt; `salt`: prompts of another
     one share no rows with these. `adapters`: a mix for all rows or a list of them, None for what is
-    active. `deadline`: the moment from which on it takes no step. `starts_answer`: whether a chat
-    template begins the answer to the messages; `trims`: whether texts lose the stop string that
-    ended them. `negative_prompt`: what guidance leads away from, as a call about prompts passed it.
-    `record`: the file that steps are written to.
+    active; `resolved`: what their names stand for. `deadline`: the moment from which on it takes no
+    step. `starts_answer`: whether a chat template begins the answer to the messages; `trims`:
+    whether texts lose the stop string that ended them. `negative_prompt`: what guidance leads away
+    from, as a call about prompts passed it. `dialogue`: what a conversation asks of tools and
+    thoughts. `record`: the file that steps are written to.
     """
 
     effective: Effective
@@ -198,11 +203,17 @@ class Options:
     prefix: Prefix | None = None
     salt: str | None = None
     adapters: Mix | list[Mix] | None = None
+    resolved: Mapping[str, ResolvedAdapter] = field(default_factory=dict)
     deadline: float | None = None
     starts_answer: bool = True
     trims: bool = False
     negative_prompt: object = None
+    dialogue: Dialogue | None = None
     record: RecordWriter | None = None
+
+    def resolved_of(self, mix: Mix) -> tuple[ResolvedAdapter, ...]:
+        """Return what the names of a mix stand for, as in a request."""
+        return tuple(self.resolved[name] for name, _ in mix if self.resolved)
 
 
 def draws_of(seed: object, first: int, rows: int) -> tuple[Draws, ...]:

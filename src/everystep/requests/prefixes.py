@@ -77,9 +77,11 @@ def require_fitting(prefix: Prefix, model: Subject, inputs: Inputs, options: Opt
     if prefix.core != model.core:
         do = "Make it anew with this model, and after model.to() or a change of its weights"
         _refuse("is of another model", "the model that it was made with", "another", do)
-    if any(own != prefix.adapters for own in adapters_of(options.adapters, inputs.batch)):
+    asked = adapters_of(options.adapters, inputs.batch)
+    held = prefix.adapters, prefix.resolved
+    if any((own, options.resolved_of(own)) != held for own in asked):
         got = shown(options.adapters)
-        do = "Make one for each adapter, with the same adapters"
+        do = "Make one for each adapter, with the same adapters, and anew after these have changed"
         _refuse("was fed with other adapters", [name for name, _ in prefix.adapters], got, do)
     if inputs.lead or any(prompt.past is not None for prompt in inputs.prompts):
         _refuse("and past_key_values both say what comes first", "one of the two", "both")

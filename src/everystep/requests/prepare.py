@@ -133,7 +133,7 @@ def prepare(
     options, most = replace(options, effective=fields), new
     if options.steering.criteria is not None:
         most = max(new, longest(options.steering.criteria) - inputs.width)
-    strategy = strategy_of(fields, options.choosing, len(ends.eos), most)
+    strategy = strategy_of(fields, options.choosing, _end_count(ends.eos, subject), most)
     if isinstance(strategy, ConstrainedBeam):
         require_known_words(strategy.constraints, subject.vocab_size)
     if isinstance(strategy, Contrastive):
@@ -196,15 +196,14 @@ def _requests(
     criteria allow more. `fills`: whether a cache object gets what the rows hold in the end.
     """
     fields, steering, ends = options.effective, options.steering, options.ends
-    drafter, verification = drafts
-    new = max(limits)
+    (drafter, verification), new = drafts, max(limits)
     stops = _stops(fields, ends.eos, options.tokenizer, steering.criteria, inputs.width + new)
     strategies, ends_by = dict.fromkeys(limits, strategy), dict.fromkeys(limits, stops)
     if min(limits) < new:
         # The caller's own criterion takes the place of limits; a search knows of them.
         whole = new if longest(steering.criteria) else 0
         ends_by = {limit: _within(stops, new - max(whole, limit)) for limit in limits}
-        made = partial(strategy_of, fields, options.choosing, len(ends.eos))
+        made = partial(strategy_of, fields, options.choosing, _end_count(ends.eos, subject))
         strategies = {limit: made(most if limit == new else limit) for limit in limits}
     processors = _processors(subject, options, inputs, limits, strategy)
     free = steering.grammar is not None and not steering.watches and strategy.reads.alone
@@ -249,6 +248,7 @@ def _requests(
             prefix_token=inputs.fills[row] if inputs.fills else None,
             linger=lingers,
             adapters=adapters[row],
+            resolved=options.resolved_of(adapters[row]),
             salt=options.salt,
             hooks=steering.hooks,
             deadline=options.deadline,
@@ -266,6 +266,12 @@ def _recorded(
     mixes = (tuple(name for name, _ in row.adapters) for row in rows)
     watchers = (about(subject.digest(own), row) for own, row in zip(mixes, rows, strict=True))
     return tuple(replace(row, watcher=one) for row, one in zip(rows, watchers, strict=True))
+
+
+def _end_count(ends: Sequence[int], subject: Subject) -> int:
+    """Return how many tokens a search counts as ends: with all but one of the vocabulary it looks
+    at every token already."""
+    return min(len(ends), subject.vocab_size - 1)
 
 
 def _new_cache(
@@ -495,6 +501,7 @@ def _processors(
             allowed=allowed[row] if allowed else None,
             encode=None if tokenizer is None else encode,
             grammar=steering.grammar,
+            thoughts=steering.thoughts,
         )
         return build(each[row].values_by_name, facts)
 

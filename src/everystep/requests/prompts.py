@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.dialogue.asked import Dialogue
 from everystep.errors import RequestError, TokenizerError, UnknownArgumentError, nearest
 from everystep.images.tokenizer import PictureTokenizer, has_pictures
 from everystep.requests.absent import ARGUMENTS, refuse_argument
@@ -90,19 +91,22 @@ def read_prompt(
     *,
     starts_answer: bool,
     prefix: Prefix | None = None,
+    dialogue: Dialogue | None = None,
 ) -> PromptValues:
     """Return what `model.generate` would be given for this prompt: a rectangle of one row.
 
     After a prefix a text gets no special tokens; messages are the whole conversation, which begins
     with the prefix, and only the rest of it is returned. Without a system message a conversation
-    begins with that of the model's chat defaults.
+    begins with that of the model's chat defaults. `dialogue`: what it says of tools and thoughts.
     """
     source, messages = model.core.source, messages_of(prompt)
     begun = None if messages is None else model.chat_defaults.begun(messages)
+    if begun is not None and dialogue is not None:
+        begun = dialogue.messages(begun)
     if not isinstance(prompt, Mapping) or "role" in prompt:
         if source is not None:
             raise _other_kind(source, type(prompt).__name__)
-        values = _read_text(tokenizer, begun or prompt, starts_answer, prefix)
+        values = _read_text(tokenizer, begun or prompt, starts_answer, prefix, dialogue)
         return _with_mask(PromptValues.of(values), source)
     _require_known(prompt, (*IN_PROMPTS, *model.inputs, *prompt_names(model)))
     _require_content(prompt, source)
@@ -110,7 +114,7 @@ def read_prompt(
     text = next((given.pop(name) for name in _SAID if name in given), None)
     values = {name: _row(model, name, value) for name, value in given.items()}
     if text is not None:
-        values |= _read_text(tokenizer, begun or text, starts_answer, prefix)
+        values |= _read_text(tokenizer, begun or text, starts_answer, prefix, dialogue)
     return _with_mask(PromptValues.of(values), source)
 
 
@@ -202,13 +206,17 @@ def _row(model: Subject, name: str, value: object) -> object:
 
 
 def _read_text(
-    tokenizer: TokenizerLike | None, prompt: object, starts_answer: bool, prefix: Prefix | None
+    tokenizer: TokenizerLike | None,
+    prompt: object,
+    starts_answer: bool,
+    prefix: Prefix | None,
+    dialogue: Dialogue | None,
 ) -> dict[str, object]:
     """Return the ids of a text, of messages or of ids, (1, n), and the pictures of messages."""
     if is_messages(prompt):
         refuse_unread_parts(prompt)
     if not is_messages(prompt) or not has_pictures(prompt):
-        return {"input_ids": _ids(tokenizer, prompt, starts_answer, prefix)[None]}
+        return {"input_ids": _ids(tokenizer, prompt, starts_answer, prefix, dialogue)[None]}
     if not isinstance(tokenizer, PictureTokenizer) or prefix is not None:
         raise RequestError(
             "messages with pictures need a tokenizer that takes them, and no prefix",
@@ -216,14 +224,19 @@ def _read_text(
             got=type(tokenizer).__name__ if prefix is None else "a prefix",
             do="Pass that, or a mapping with input_ids, pixel_values and image_grid_thw",
         )
+    told = {} if dialogue is None else dialogue.template
     encoding = tokenizer.apply_chat_template(
-        list(prompt), add_generation_prompt=starts_answer, return_tensors="pt"
+        list(prompt), add_generation_prompt=starts_answer, return_tensors="pt", **told
     )
     return dict(encoding)
 
 
 def _ids(
-    tokenizer: TokenizerLike | None, prompt: object, starts_answer: bool, prefix: Prefix | None
+    tokenizer: TokenizerLike | None,
+    prompt: object,
+    starts_answer: bool,
+    prefix: Prefix | None,
+    dialogue: Dialogue | None,
 ) -> np.ndarray:
     """Return the ids of a text, of messages through the chat template, or of ids as they are."""
     messages = [*prompt] if is_messages(prompt) else None
@@ -249,8 +262,9 @@ def _ids(
             do="Give the prompt as text, or set tokenizer.chat_template",
         )
     else:
+        told = {} if dialogue is None else dialogue.template
         rendered = tokenizer.apply_chat_template(
-            messages, tokenize=True, add_generation_prompt=starts_answer, return_dict=False
+            messages, tokenize=True, add_generation_prompt=starts_answer, return_dict=False, **told
         )
         ids = rest_of(_returned(rendered), prefix)
     if ids.dim() != 1 or not len(ids):

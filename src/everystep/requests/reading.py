@@ -100,6 +100,10 @@ def read_options(
         )
     elif beside.return_legacy_cache:
         options = replace(options, recording=Recording(legacy_cache=True))
+    if options.adapters:
+        mixes = options.adapters if isinstance(options.adapters, list) else [options.adapters]
+        resolved = subject.resolved(dict.fromkeys(name for mix in mixes for name, _ in mix))
+        options = replace(options, resolved=resolved)
     if beside.cache_salt is not None:
         options = replace(options, salt=read_text("cache_salt", beside.cache_salt))
     return options
@@ -118,7 +122,7 @@ def _read_steering(
         require("prefix_allowed_tokens_fn", prefix_allowed, "__call__"),
         read_allowed(objects.allowed_sequences, tokenizer),
         read_grammar(asked, tokenizer, ends.eos, vocabulary),
-        read_hooks(objects.hooks),
+        hooks=read_hooks(objects.hooks),
     )
 
 

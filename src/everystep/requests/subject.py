@@ -15,7 +15,7 @@ from everystep.executors.base import Executor
 from everystep.models import Model
 from everystep.nn.network import Window
 from everystep.requests.features import PromptInput
-from everystep.types import InputSpec
+from everystep.types import InputSpec, ResolvedAdapter
 
 
 class Subject(Protocol):
@@ -71,6 +71,11 @@ class Subject(Protocol):
         `quantization`: how its rows will keep what they hold, None for full precision. `layers`: it
         runs the first so many layers alone, None for all.
         """
+
+    @abstractmethod
+    def resolved(self, adapters: Iterable[str]) -> Mapping[str, ResolvedAdapter]:
+        """Return what each of these names stands for at this moment; nothing where an executor
+        knows the names itself."""
 
     @abstractmethod
     def digest(self, adapters: Iterable[str] = ()) -> str:

@@ -543,8 +543,7 @@ class Run:
         """Let the text follow the ids that stand there now."""
         group, name = self._group, self._group.request.request_id
         self._wording = Wording(self.tokenizer)
-        if (trim := self._session.reply(0).trim(group.request)) is not None:
-            self._wording.trim(name, *trim)
+        self._session.reply(0).spell(self._wording, group.request)
         for index in range(group.request.strategy.returns):
             self._wording.follow(name, index, self._ids(index))
 

@@ -21,12 +21,13 @@ class Wording:
     def __init__(self, tokenizer: Any = None) -> None:
         self._tokenizer = tokenizer
         self._trims: dict[str, tuple[tuple[str, ...], str]] = {}
+        self._kept: dict[str, frozenset[int]] = {}
         self._followers: dict[tuple[str, int], tuple[Follower, Trimmer | None]] = {}
 
     def copy(self) -> Wording:
         """Return an independent follower in the same state."""
         other = Wording(self._tokenizer)
-        other._trims = self._trims
+        other._trims, other._kept = self._trims, self._kept
         for key, (follower, trimmer) in self._followers.items():
             other._followers[key] = follower.copy(), copy.copy(trimmer)
         return other
@@ -34,6 +35,11 @@ class Wording:
     def trim(self, request_id: str, strings: tuple[str, ...], before: str) -> None:
         """Keep back the string that ends a request from its text; `before`: the prompt's end."""
         self._trims[request_id] = strings, before
+
+    def keep(self, request_id: str, kept: frozenset[int]) -> None:
+        """Show these special ids in the text of a request."""
+        if kept:
+            self._kept[request_id] = kept
 
     def __call__(self, event: Event) -> Event:
         """Return the event with the text that is final now and was not before."""
@@ -70,7 +76,8 @@ class Wording:
         key = (request_id, index)
         if key not in self._followers:
             trim = self._trims.get(request_id)
-            self._followers[key] = follow(tokenizer), Trimmer(*trim) if trim else None
+            follower = follow(tokenizer, kept=self._kept.get(request_id, frozenset()))
+            self._followers[key] = follower, Trimmer(*trim) if trim else None
         return self._followers[key]
 
 

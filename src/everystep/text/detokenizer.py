@@ -21,12 +21,18 @@ class Detokenizer:
     """Follows one sequence of ids and gives out its text in final pieces.
 
     Cost per id does not depend on how many came before. Ids without a token contribute nothing, as
-    in `decode`. UnsupportedError if the tokenizer's decoder cannot be followed.
+    in `decode`. `kept`: ids whose text is given out though they are special. UnsupportedError if
+    the tokenizer's decoder cannot be followed.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        kept: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.skipped_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.skipped_ids - kept if skip_special_tokens else frozenset()
         self._decoding = tokenizer.decoding
         self._begin()
 
@@ -136,10 +142,12 @@ class Trimmer:
         text, self._held = self._held + text, ""
         if not isinstance(matched, str):
             return text
-        start = (self._before + text).find(matched)
+        # Its end is new, so it begins at most so far before: the prompt may hold all of another.
+        before = self._before[max(len(self._before) - len(matched) + 1, 0) :]
+        start = (before + text).find(matched)
         if start < 0:
-            start = len(self._before + text) - self._overlap(text, matched)
-        return text[: max(start - len(self._before), 0)]
+            start = len(before + text) - self._overlap(text, matched)
+        return text[: max(start - len(before), 0)]
 
     def _overlap(self, text: str, string: str) -> int:
         """Count the characters of the string's beginning that the text ends with, if not all."""

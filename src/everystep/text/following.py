@@ -70,19 +70,27 @@ class Redecoder:
         return rest
 
 
-def follow(tokenizer: Any, skip_special_tokens: bool = True) -> Follower:
-    """Return a follower of one sequence of ids.
+def follow(
+    tokenizer: Any, skip_special_tokens: bool = True, kept: frozenset[int] = frozenset()
+) -> Follower:
+    """Return a follower of one sequence of ids, which keeps the text of some special ones.
 
     A fast tokenizer of another library is known by its `backend_tokenizer`, any other by its
     `decode`. UnsupportedError for one of ours whose decoder cannot be followed.
     """
     if isinstance(tokenizer, Tokenizer):
-        return Detokenizer(tokenizer, skip_special_tokens)
+        return Detokenizer(tokenizer, skip_special_tokens, kept)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
     if isinstance(backend, tokenizers.Tokenizer) and not cleans:
         try:
-            return Detokenizer(Tokenizer(backend), skip_special_tokens)
+            return Detokenizer(Tokenizer(backend), skip_special_tokens, kept)
         except UnsupportedError:
             pass
+    if kept:
+        raise UnsupportedError(
+            "this tokenizer cannot show the marks of calls and thoughts as they come",
+            wanted="the tokenizer that es.load returned, or a fast one of another library",
+            got=type(tokenizer).__name__,
+        )
     return Redecoder(tokenizer, skip_special_tokens)

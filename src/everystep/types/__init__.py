@@ -66,6 +66,7 @@ from everystep.types.work import Extra as Extra
 from everystep.types.work import Given as Given
 from everystep.types.work import InputSpec as InputSpec
 from everystep.types.work import Past as Past
+from everystep.types.work import ResolvedAdapter as ResolvedAdapter
 from everystep.types.work import StepOutput as StepOutput
 from everystep.types.work import Verb as Verb
 from everystep.types.work import Work as Work

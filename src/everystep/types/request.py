@@ -31,7 +31,7 @@ from everystep.types.protocols import (
 )
 from everystep.types.scores import Scores
 from everystep.types.table import TokenTable
-from everystep.types.work import Past
+from everystep.types.work import Past, ResolvedAdapter
 
 Watcher = Callable[[Any], None]
 """A function that is told of every step of a request; see `engine/watching.py`."""
@@ -71,11 +71,12 @@ class Request:
     `drafter` proposes tokens that the strategy may accept, judged as `verification` says; None for
     none. `companions` are further prompts whose rows mirror each sequence and appear in no output.
     `second`: what the encoders of its draft model and its amateur made of the source.
-    `adapters`: (name, weight) pairs of the adapters that all its feeds ask for. `hooks` see every
-    step and may add to it. `salt`: only requests of equal salt share what their prompts begin with.
-    `deadline`: a moment of the engine's clock from which on it takes no further step, whether it
-    waits or runs; None for no such moment. `watcher`: gets every step of the request; nothing that
-    is computed depends on it.
+    `adapters`: (name, weight) pairs of the adapters that all its feeds ask for; `resolved`: what
+    their names stand for, one for each, empty where the executor knows the names itself. `hooks`
+    see every step and may add to it. `salt`: only requests of equal salt share what their prompts
+    begin with. `deadline`: a moment of the engine's clock from which on it takes no further step,
+    whether it waits or runs; None for no such moment. `watcher`: gets every step of the request;
+    nothing that is computed depends on it.
     `linger` keeps finished sequences in the batch, fed with `pad_token`, until all are done; with
     `keeps` their group stays even then, and keeps their rows until it is cancelled or replaced. The
     pad prefix is made of `prefix_token`, or of `pad_token` where that is None. `shift`: visible
@@ -102,6 +103,7 @@ class Request:
     linger: bool = False
     keeps: bool = False
     adapters: tuple[tuple[str, float], ...] = ()
+    resolved: tuple[ResolvedAdapter, ...] = ()
     salt: str | None = None
     hooks: tuple[Hook, ...] = ()
     deadline: float | None = None
@@ -144,7 +146,8 @@ class Request:
                 *(name for name in wanted if getattr(self.wants, name)),
                 *(("past",) if self.wants.cache else ()),
                 *(("adapters",) if self.adapters else ()),
-                *(adapter_ability(name) for name, _ in self.adapters),
+                *(name for one in self.resolved for name in one.needs),
+                *(adapter_ability(name) for name, _ in self.adapters if not self.resolved),
                 *(needs_of_hooks(self.hooks) if self.hooks else ()),
             )
         )
@@ -162,7 +165,7 @@ def needs_of_hooks(hooks: tuple[Hook, ...]) -> frozenset[str]:
 
 
 def adapter_ability(name: str) -> str:
-    """Return the ability of an executor that holds the adapter of this name."""
+    """Return the ability of an executor that knows the adapter of this name by itself."""
     return f"adapters: {name!r}"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -81,13 +81,29 @@ class Given(NamedTuple):
     values: Tensor
 
 
+class ResolvedAdapter(Protocol):
+    """The adapter that a name stands for in a request; nothing changes it.
+
+    Two are equal only if they are the same, which their numbers say too.
+    """
+
+    @property
+    def number(self) -> int:
+        """A number that no other has had in this process."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The abilities that an executor must have to compute it."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Extra:
     """The inputs and wishes of one feed beyond ids and logits; they concern no other feed.
 
-    `positions`: (count,) or (axes, count) position ids; None: the places in the row. `mask`:
-    (1 or H, count, start + count) bool, what each fed position sees of the row; None: everything
-    up to itself. `adapters`: (name, weight) pairs. `hidden`: the last hidden states, normalised;
+    `positions`: (count,) or (axes, count) position ids; None: the places in the row. `mask`: (1 or
+    H, count, start + count) bool, what each fed position sees of the row; None: everything up to
+    itself. `adapters`: (name, weight) pairs; `resolved`: what their names stand for, one for each,
+    empty where the executor knows the names itself. `hidden`: the last hidden states, normalised;
     `layers`: the hidden states before the first layer and after each; `attentions`: the attention
     weights of each layer are wanted. `whole`: what the prompt that this feed begins with is given
     as a whole, by name. `early`: the layers before which hidden states are to be read out, at the
@@ -103,6 +119,7 @@ class Extra:
     attentions: bool = False
     whole: Mapping[str, Tensor] = field(default_factory=dict)
     early: tuple[int, ...] = ()
+    resolved: tuple[ResolvedAdapter, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

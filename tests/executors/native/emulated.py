@@ -31,6 +31,7 @@ from everystep.executors.native import build
 from everystep.executors.native.library import (
     _MIRRORED,
     INTERFACE,
+    ChangeWeights,
     GivenEmbeds,
     LayerWeights,
     LinearMapC,
@@ -169,6 +170,7 @@ EXTENTS: Mapping[type[Structure], Mapping[str, Callable[[Any, Around], int]]] = 
         **{name: lambda rope, around: 4 * _rope_values(rope, around) for name in ("cos", "sin")},
         "row": lambda _, around: 4 * around.work.tokens,
     },
+    ChangeWeights: {name: lambda change, _: 4 * 16 * change.panels for name in ("gain", "shift")},
     GivenEmbeds: {"values": lambda given, around: 4 * given.count * around.model.width},
     StepWork: {
         "ids": lambda work, _: 8 * work.tokens,
@@ -179,13 +181,23 @@ EXTENTS: Mapping[type[Structure], Mapping[str, Callable[[Any, Around], int]]] = 
         ),
         "states_after": lambda work, _: 4 * sum(_of_feeds(work, "states_kept")),
         **{name: lambda work, _: 4 * work.feeds for name in ("states_before", "states_next")},
+        "use_begins": lambda work, _: 8 * (work.feeds + 1),
+        "use_adapters": lambda work, _: 8 * _numbers(c_int64, work.use_begins, work.feeds + 1)[-1],
+        "use_weights": lambda work, _: 4 * _numbers(c_int64, work.use_begins, work.feeds + 1)[-1],
         **_FEEDS,
         **_COPIES,
         **RESULTS,
     },
 }
 """The bytes after every pointer but `Matrix.data`, which the program itself knows."""
-COUNTS = {"layer": "layers", "each": "count", "rope": "ropes", "embed": "embeds", "added": "deep"}
+COUNTS = {
+    "layer": "layers",
+    "each": "count",
+    "rope": "ropes",
+    "embed": "embeds",
+    "added": "deep",
+    "adapter": "adapters",
+}
 """Which member counts the structures after a pointer."""
 
 
@@ -202,7 +214,7 @@ class EmulatedLibrary:
         assert self._call("es_interface") == INTERFACE
         sizes = (c_int64 * len(_MIRRORED))()
         self._call("es_sizes", there := self._take(sizeof(sizes)))
-        assert self._read(there, sizeof(sizes)) == struct.pack("=10q", *map(sizeof, _MIRRORED))
+        assert self._read(there, sizeof(sizes)) == struct.pack("=12q", *map(sizeof, _MIRRORED))
 
     def close(self) -> None:
         """Ends the program, which has to be alive."""

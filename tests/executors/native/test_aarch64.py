@@ -18,10 +18,16 @@ from everystep.cache.pasts import kv_of
 from everystep.executors.native import NativeExecutor, build, library
 from everystep.models import Model, build_gguf_model
 from everystep.nn.quantized import Format
+from everystep.nn.rounding import Rounding
 from everystep.types import StepOutput, Verb
 from tests.executors.members import members
 from tests.executors.models import SPECS, narrow_model, random_model
-from tests.executors.native import test_file_blocks, test_recurrent, test_sixteen_bits
+from tests.executors.native import (
+    test_adapters,
+    test_file_blocks,
+    test_recurrent,
+    test_sixteen_bits,
+)
 from tests.executors.native.emulated import EmulatedLibrary, build_program
 from tests.executors.native.test_encoder_decoders import model_of, works_of
 from tests.executors.works import Wanderer, one_feed
@@ -105,6 +111,15 @@ def test_weights_of_16_bits_give_the_same_bits(
 ) -> None:
     model, _ = test_sixteen_bits.held_in(dtype, "qwen2")
     compare(model, open_here(model), open_there(model))
+
+
+@pytest.mark.parametrize("rounding", [None, "int4"])
+def test_adapters_give_the_same_bits(
+    rounding: Rounding | None, open_here: Open, open_there: Open
+) -> None:
+    model = narrow_model("llama", rounding)
+    work = test_adapters.work_of(model, test_adapters.MIXES, [3, 1] * 8)
+    assert torch.equal(open_there(model).run(work).logits, open_here(model).run(work).logits)
 
 
 @pytest.mark.parametrize("name", ["t5, gated", "bart", "whisper"])

@@ -24,6 +24,7 @@ from tests.executors.native.test_cache_types import (
 from tests.executors.native.test_ahead import test_whatever_comes_results_and_rows_are_the_same
 from tests.executors.native import test_encoder_decoders as across, test_recurrent as recurrent
 from tests.executors.native import test_file_blocks as files, test_sixteen_bits as halves
+from tests.executors.native import test_adapters as adapters
 from everystep.executors.native import status
 assert status().instructions == {name!r}, status()
 for spec in ("plain", "window", "capped scores", "layer norm", "gelu", "gelu_new", "experts"):
@@ -47,6 +48,14 @@ for format in files.BITS:
 for dtype in halves.TYPES:
     halves.test_no_bit_depends_on_how_many_rows_are_read_together(dtype, 12)
     halves.test_the_kernels_read_the_numbers_themselves("llama", dtype)
+for kind in ("plain", "biases", "plain mlp", "parallel"):
+    adapters.test_they_are_what_torch_operators_make_of_them(kind)
+for rounding in adapters.FORMATS:
+    for threads in (1, 3):
+        adapters.test_no_bit_depends_on_neighbours_chunks_or_threads(rounding, threads)
+    assert adapters.holds(rounding, "beams")
+    adapters.test_what_is_begun_ahead_is_taken_only_for_the_same_adapters(rounding)
+adapters.test_a_feed_longer_than_the_buffers_keeps_its_mix()
 for kind in ("t5, near", "bart"):
     across.test_rows_of_any_history(kind)
     across.test_an_encoder_gives_its_states(kind, 17)
@@ -59,8 +68,11 @@ from tests.executors.native.test_ahead import test_whatever_comes_results_and_ro
 from tests.executors.native.test_native_executor import (
     test_no_bit_depends_on_who_attends_to_which_span as spans
 )
+from tests.executors.native import test_adapters as adapters
 from everystep.executors.native import status
 assert status().instructions == {name!r}, status()
+adapters.test_what_is_begun_ahead_is_taken_only_for_the_same_adapters("int4")
+adapters.test_no_bit_depends_on_neighbours_chunks_or_threads("int4", 3)
 for seed in range(8):
     test_whatever_comes_results_and_rows_are_the_same(seed, "float32")
 spans("plain", 3)

@@ -27,6 +27,7 @@ COMMAND = "python -m everystep.executors.native"
 SOURCES = (
     "interface.cpp",
     "step.cpp",
+    "step_adapters.cpp",
     "step_ahead.cpp",
     "step_attention.cpp",
     "step_encoder.cpp",

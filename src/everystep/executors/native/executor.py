@@ -22,6 +22,7 @@ from everystep.cache.pasts import with_across
 from everystep.errors import RequestError, UnsupportedError
 from everystep.executors.native import library
 from everystep.executors.native.across import StatesOfRows
+from everystep.executors.native.changes import AdaptersOfStep
 from everystep.executors.native.library import GivenEmbeds, RopeRows, StepWork, check
 from everystep.executors.native.program import obstacles, open_runner, program_of
 from everystep.executors.native.rope import RopeTable
@@ -36,6 +37,7 @@ from everystep.executors.positions import (
 )
 from everystep.executors.process import in_process, pause_torch_threads
 from everystep.models import Model, embedded, refuse_copies
+from everystep.models.decoder import Decoder
 from everystep.nn.network import Network, holds_states
 from everystep.types import MOST_BEST, InputSpec, Past, Scores, StepOutput, Work
 
@@ -45,6 +47,8 @@ _KV_TYPES: tuple[CacheDtype, ...] = ("float32", "float16", "int8")  # as `cpp/mo
 def abilities_of(network: Network) -> frozenset[str]:
     """Return what an executor on a network can do."""
     able = {"truncate", "embeds", "past", "best", "hidden", "layers"}
+    if isinstance(network, Decoder):
+        able.add("adapters")
     if network.encodes:
         return frozenset(able | {"cut", "attentions", "encoder"})
     if holds_states(network.stores):
@@ -90,7 +94,7 @@ class NativeExecutor:
         self._reserved = 0, 0
         self._nothing = torch.empty(0, self.vocab_size)
         self._ahead = ahead
-        self._turned: list[RopeRows] = []
+        self._kept: list[object] = []  # what the last step was given, and what was begun reads
         self._turns: list[weakref.ref[_Turn]] = []
         self._cut_short = False
 
@@ -292,12 +296,15 @@ class NativeExecutor:
         step.most = 0 if best is None else best.values.shape[1]
         step.best_values, step.best_tokens, step.best_totals = map(_address, lists)
         seen = self._write_across(step, work.rows.tolist())
+        adapters = AdaptersOfStep(work, self._program.adapters)
+        adapters.write(step)
         step.ahead = self._ahead
-        # What was begun ahead reads the tables of the step before, what it begins reads these.
-        self._turned = [*self._turned, *turned]
+        # What was begun ahead reads what the step before was given, what it begins reads this.
+        given = [*turned, adapters]
+        self._kept = [*self._kept, *given]
         check(self._library.es_run(self._runner, step, self._threads))
         del seen, held  # they were kept for the step
-        self._turned = turned
+        self._kept = given
 
     def _write_across(self, step: StepWork, rows: list[int]) -> object:
         """Write the encoder states of rows into the structure; return what it points to."""

@@ -23,7 +23,7 @@ from everystep.errors import (
 from everystep.executors.native.build import COMMAND, fitting_sets, library_path
 from everystep.files.sources import SourceSettings
 
-INTERFACE = 17
+INTERFACE = 18
 
 
 class Matrix(Structure):
@@ -131,6 +131,35 @@ class GivenEmbeds(Structure):
     _fields_ = (("offset", c_int64), ("count", c_int64), ("values", c_void_p))
 
 
+class ChangeWeights(Structure):
+    """A change of neighbouring panels of a linear map."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("panel", "panels", "first")),
+        ("up", Matrix),
+        *((name, c_void_p) for name in ("gain", "shift")),
+        *((name, c_float) for name in ("scale", "pad")),
+    )
+
+
+class ChangesOfMap(Structure):
+    """The changes of one linear map, in the order in which they are made."""
+
+    _fields_ = (("count", c_int64), ("each", POINTER(ChangeWeights)))
+
+
+class ChangesOfLayer(Structure):
+    """The changes of a layer."""
+
+    _fields_ = (("down", Matrix * 4), ("maps", ChangesOfMap * 5))
+
+
+class AdapterWeights(Structure):
+    """An adapter."""
+
+    _fields_ = (("layers", c_int64), ("most", c_int64), ("layer", POINTER(ChangesOfLayer)))
+
+
 class StepWork(Structure):
     """One step."""
 
@@ -158,6 +187,9 @@ class StepWork(Structure):
         *((name, c_void_p) for name in ("copy_from", "copy_to")),
         *((name, c_int64) for name in ("deep", "deep_layers")),
         ("added", POINTER(GivenEmbeds)),
+        ("adapters", c_int64),
+        ("adapter", POINTER(AdapterWeights)),
+        *((name, c_void_p) for name in ("use_begins", "use_adapters", "use_weights")),
         ("ahead", c_int64),
     )
 
@@ -172,6 +204,8 @@ _MIRRORED = (
     StackWeights,
     RopeRows,
     GivenEmbeds,
+    ChangeWeights,
+    AdapterWeights,
     StepWork,
 )
 

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from everystep.executors.native.changes import PackedAdapters
 from everystep.executors.native.decoders import decoder_weights, ropes_of
 from everystep.executors.native.encoder_and_decoder import crossing_weights, encoder_weights
 from everystep.executors.native.library import StackWeights, check, status
@@ -93,7 +94,8 @@ def _maps(network: Network) -> Iterator[LinearMap]:
 
 
 class Program:
-    """A packed stack of layers; `structure` is what the library reads.
+    """A packed stack of layers; `structure` is what the library reads, `adapters` what feeds may
+    ask for beside it.
 
     `arena`: where the panels lie that the network does not hold itself.
     """
@@ -103,6 +105,7 @@ class Program:
         self._packing = Packing()
         self.ropes: list[Rope] = []
         self.structure = self._packed(network, encoder)
+        self.adapters = PackedAdapters(network, self.structure)
 
     @property
     def arena(self) -> Arena:

@@ -75,6 +75,7 @@ def text_family(
         assemble_decoder,
         leftovers=("*rotary_*emb.inv_freq", "visual.*", "model.visual.*"),
         prefixes=(("model.language_model.", "model."), ("model.visual.", "model.visual.")),
+        whole=("model.", "model.language_model."),
     )
 
 

@@ -70,7 +70,7 @@ class PatchEncoder:
 
     def __call__(self, values: Tensor) -> Tensor:
         """Embed (b, channels, side, side) -> (b, patches, E)."""
-        with torch.no_grad(), outside_autocast():
+        with outside_autocast():
             return torch.stack([self._embedded(one) for one in values])
 
     def _embedded(self, picture: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class BoxEncoder:
 
     def __call__(self, values: Tensor) -> list[Tensor]:
         """Embed (b, n, 4) -> b tensors (m, E), without those of padding."""
-        with torch.no_grad(), outside_autocast():
+        with outside_autocast():
             values = values.to(self.x.device, torch.int64)
             return [self._embedded(row[(row != PADDING).any(-1)]) for row in values]
 

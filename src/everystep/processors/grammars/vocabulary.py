@@ -60,10 +60,22 @@ def vocabulary_of(tokenizer: Any, size: int) -> GrammarVocabulary:
     return _made(spelling, named, size, spelling.backend.get_vocab_size())
 
 
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return the special tokens of a tokenizer, which no text of a grammar holds, with their ids;
+    RequestError where its vocabulary cannot be read."""
+    backend = Spelling.of(tokenizer).backend
+    named = frozenset(getattr(tokenizer, "all_special_ids", None) or ())
+    return {backend.id_to_token(id) or "": id for id in _special(backend, named)}
+
+
+def _special(backend: tokenizers.Tokenizer, named: frozenset[int]) -> frozenset[int]:
+    added = backend.get_added_tokens_decoder()
+    return named.union(id for id, token in added.items() if token.special)
+
+
 @lru_cache(maxsize=8)
 def _made(spelling: Spelling, named: frozenset[int], size: int, known: int) -> GrammarVocabulary:
-    added = spelling.backend.get_added_tokens_decoder()
-    special = named.union(id for id, token in added.items() if token.special)
+    special = _special(spelling.backend, named)
     spelled = _Spelled(
         spelling.backend,
         [_name(spelling.backend, id) if id in special else spelling(id) for id in range(size)],

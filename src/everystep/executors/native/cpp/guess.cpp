@@ -53,6 +53,7 @@ const Work& Guess::after(const Work& work, int64_t width) {
     work_.best_totals = work.best_totals ? totals_.data() : nullptr;
     work_.best_hidden = work.best_hidden ? hidden_.data() : nullptr;
     if (work.across_rows) look_across(work);
+    if (work.use_begins) use_adapters(work);
     if (work.states_kept) keep_states(work);
     return work_;
 }
@@ -82,6 +83,31 @@ void Guess::look_across(const Work& work) {
     work_.across_pages = across_pages_.data(), work_.across_stride = stride;
 }
 
+// The rows use the adapters that they used before.
+void Guess::use_adapters(const Work& work) {
+    const int64_t uses = work.use_begins[work.feeds];
+    adapters_.assign(work.adapter, work.adapter + work.adapters);
+    use_begins_.assign(work.use_begins, work.use_begins + work.feeds + 1);
+    use_adapters_.assign(work.use_adapters, work.use_adapters + uses);
+    use_weights_.assign(work.use_weights, work.use_weights + uses);
+    work_.adapters = work.adapters, work_.adapter = adapters_.data();
+    work_.use_begins = use_begins_.data();
+    work_.use_adapters = use_adapters_.data(), work_.use_weights = use_weights_.data();
+}
+
+// An adapter is told by what it points to, which lives on until the guess is given up or asked for.
+bool Guess::uses_as(int64_t mine, const Work& asked, int64_t feed) const {
+    const int64_t first = asked.use_begins ? asked.use_begins[feed] : 0;
+    const int64_t count = asked.use_begins ? asked.use_begins[feed + 1] - first : 0;
+    const int64_t own = work_.use_begins ? use_begins_[mine] : 0;
+    if (count != (work_.use_begins ? use_begins_[mine + 1] - own : 0)) return false;
+    for (int64_t i = 0; i < count; ++i)
+        if (asked.adapter[asked.use_adapters[first + i]].layer != adapters_[use_adapters_[own + i]].layer ||
+            asked.use_weights[first + i] != use_weights_[own + i])
+            return false;
+    return true;
+}
+
 bool Guess::covers(const Work& asked) {
     if (!follows(asked) || asked.embeds || asked.deep || asked.copies) return false;
     if (asked.best_totals && !work_.best_totals) return false;
@@ -100,6 +126,7 @@ bool Guess::covers(const Work& asked) {
 bool Guess::is_feed(int64_t mine, const Work& asked, int64_t feed) const {
     if (asked.counts[feed] != 1 || asked.starts[feed] != starts_[mine] || asked.best[feed] != best_[mine])
         return false;
+    if (!uses_as(mine, asked, feed)) return false;
     if (asked.across_rows) {
         const int64_t count = asked.across_counts[feed];
         const int32_t* across = asked.across_pages + asked.across_rows[feed] * asked.across_stride;

@@ -43,6 +43,8 @@ class Guess {
 
     bool is_feed(int64_t mine, const Work& asked, int64_t feed) const;
     void look_across(const Work& work);
+    void use_adapters(const Work& work);
+    bool uses_as(int64_t mine, const Work& asked, int64_t feed) const;
     void keep_states(const Work& work);
     bool keeps_as(int64_t mine, const Work& asked, int64_t feed) const;
 
@@ -50,6 +52,9 @@ class Guess {
     std::vector<int64_t> ids_, rows_, lines_, starts_, ones_, best_, across_counts_;
     std::vector<int32_t> pages_, across_pages_, before_, next_;
     std::vector<Rope> ropes_;
+    std::vector<Adapter> adapters_;
+    std::vector<int64_t> use_begins_, use_adapters_;
+    std::vector<float> use_weights_;
     std::vector<float> values_, totals_, hidden_;
     std::vector<int64_t> tokens_;
     std::vector<int64_t> covered_;  // per feed that was asked for: which one of the guess

@@ -39,7 +39,7 @@ Runner& of(void* runner) { return *static_cast<Runner*>(runner); }
 
 extern "C" {
 
-int32_t es_interface() { return 17; }
+int32_t es_interface() { return 18; }
 
 // Sizes of the structures, so that their mirror in Python can be checked.
 void es_sizes(int64_t* out) {
@@ -52,7 +52,9 @@ void es_sizes(int64_t* out) {
     out[6] = sizeof(Model);
     out[7] = sizeof(Rope);
     out[8] = sizeof(Embeds);
-    out[9] = sizeof(Work);
+    out[9] = sizeof(Change);
+    out[10] = sizeof(Adapter);
+    out[11] = sizeof(Work);
 }
 
 // Every function that returns a number returns a Failure. `kv_type`: a KvType.

@@ -91,8 +91,35 @@ void tile(int count, const Matrix& w, int64_t panel, const Inputs& in, int64_t r
 void tile_of_two(int count, const Matrix& w, int64_t panel, const Matrix& other, int64_t other_panel,
                  const Inputs& in, int64_t row, simd::Floats* out, simd::Floats* others);
 
+// Columns in pieces, each of which has a sum of its own; sums are added from the first to the last.
+struct Pieces {
+    int64_t columns, count;
+
+    int64_t begin(int64_t piece) const { return columns * piece / count; }
+};
+
+// (panels, count) times sixteen outputs of rows of floats, which lie wherever they do, over the pieces
+// [first, last) of the columns of a matrix of floats. `count`: a number that `each_few` gives.
+void tile_apart(int count, const Matrix& w, int64_t panel, int64_t panels, const float* const* rows,
+                Pieces pieces, int64_t first, int64_t last, simd::Floats* out);
+
 // The values of one row of a packed matrix, as an embedding table is read.
 void read_row(const Matrix& w, int64_t row, float* out);
+
+constexpr int64_t kFewApart = std::min(8, simd::kSums > 8 ? 8 : 4);
+
+// Calls `use(count, row)` for tiles of rows that lie apart; `count` is a constant.
+template <class Use>
+inline void each_few(int64_t rows, Use use) {
+    int64_t row = 0;
+    const auto tiles_of = [&](auto count) {
+        for (; rows - row >= count; row += count) use(count, row);
+    };
+    tiles_of(std::integral_constant<int, kFewApart>());
+    if constexpr (kFewApart > 4) tiles_of(std::integral_constant<int, 4>());
+    tiles_of(std::integral_constant<int, 2>());
+    tiles_of(std::integral_constant<int, 1>());
+}
 
 // Calls `use(count, row)` for the tiles that make up rows [0, rows); `count` is a constant.
 template <class Use>

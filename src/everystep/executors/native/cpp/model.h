@@ -121,6 +121,38 @@ struct Embeds {
     const float* values;    // (count, width), or (count, layers, width) of what is added
 };
 
+// What an adapter does to neighbouring panels of a linear map: with a weight w its outputs y become
+// (1 + w gain) y + w scale (up x + shift), where x is what the map reads, or what `down` made of that.
+struct Change {
+    int64_t panel, panels;  // of the map: from which one on, and how many
+    int64_t first;          // where x begins in what `down` made; -1: x is what the map reads
+    Matrix up;              // (16 panels, size of x) floats; no rows: there is none
+    const float* gain;      // (panels, 16), or null
+    const float* shift;     // (panels, 16), or null
+    float scale;
+    float pad;
+};
+
+// The linear maps of a layer that adapters change, and what these read.
+enum ChangedMap : int64_t { kQkv, kOut, kGate, kUp, kDown, kChangedMaps, kUnchanged = -1 };
+enum ReadOf : int64_t { kByQkv, kByOut, kByUp, kByDown, kReads };
+
+struct Changes {
+    int64_t count;
+    const Change* each;  // (count,), in the order in which they are made
+};
+
+struct LayerChanges {
+    Matrix down[kReads];  // (ranks, size of what is read) floats; no rows: there is none
+    Changes maps[kChangedMaps];
+};
+
+struct Adapter {
+    int64_t layers;
+    int64_t most;  // rows of any `down`, in whole panels
+    const LayerChanges* layer;
+};
+
 // Feeds one after another. A page holds 16 positions of a row, of all layers.
 struct Work {
     int64_t tokens, feeds, ropes, embeds;
@@ -170,6 +202,13 @@ struct Work {
     int64_t deep;           // how many times something is added to hidden states
     int64_t deep_layers;    // after each of how many of the first layers
     const Embeds* added;    // (deep,)
+    // What feeds ask of adapters: uses [use_begins[feed], use_begins[feed + 1]), in the order in which
+    // their changes are made; null where none asks for any.
+    int64_t adapters;
+    const Adapter* adapter;       // (adapters,)
+    const int64_t* use_begins;    // (feeds + 1,)
+    const int64_t* use_adapters;  // (uses,) which one
+    const float* use_weights;     // (uses,)
     // Whether threads may begin with what most likely comes next: every row has room for another
     // position in a page of its own, or for its states, and tables of ropes reach it and stay until
     // the next work.

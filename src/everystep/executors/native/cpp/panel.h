@@ -109,15 +109,36 @@ class PanelItems {
         });
     }
 
-    // Writes it to where it belongs among the row's outputs, which begin at `place(row)`.
-    template <class Place>
-    void write(int64_t item, const Inputs& in, Place place) const {
+    // The same, with outputs as they are after changes.
+    template <class Changes, class Use>
+    void multiply(int64_t item, const Inputs& in, Changes& changes, Use use) const {
+        if (!changes.any()) return multiply(item, in, use);
+        const int64_t number = item * each_, first = panel_of(linear_, number).column;
+        changes.prepare(number, std::min(each_, panels_ - number));
         multiply(item, in, [&](int64_t row, int64_t column, simd::Floats x, int count) {
-            everystep::write(place(row) + column, x, count);
+            use(row, column, changes.changed(column == first ? number : number + 1, row, x), count);
         });
     }
 
+    // Writes it to where it belongs among the row's outputs, which begin at `place(row)`.
+    template <class Place>
+    void write(int64_t item, const Inputs& in, Place place) const {
+        multiply(item, in, writer(place));
+    }
+
+    template <class Changes, class Place>
+    void write(int64_t item, const Inputs& in, Changes& changes, Place place) const {
+        multiply(item, in, changes, writer(place));
+    }
+
   private:
+    template <class Place>
+    static auto writer(Place place) {
+        return [place](int64_t row, int64_t column, simd::Floats x, int count) {
+            everystep::write(place(row) + column, x, count);
+        };
+    }
+
     const Linear& linear_;
     const int64_t rows_, panels_;
     int64_t each_ = 1;

@@ -97,6 +97,7 @@ void Runner::check(const Work& work) const {
                     [&](int64_t id) { return id < -1 || id >= model_.vocabulary; }))
         throw std::out_of_range("an id beyond the vocabulary");
     for (int64_t i = 0; i < work.ropes; ++i) check_rope(work, work.rope[i]);
+    check_uses(work);
     if (model_.states) return check_states(work);
     for (int64_t feed = 0; feed < work.feeds; ++feed) {
         const int64_t end = work.starts[feed] + work.counts[feed];
@@ -200,6 +201,7 @@ Runner::Part Runner::make_part(const Work& work, int64_t begin) const {
                                   std::min(together, to - token), work.starts[feed] + token - offset,
                                   work.starts[feed] + work.counts[feed]});
     }
+    part.uses = Uses(work, part.begin, part.end);
     limit(part, part.own);
     if (work.across_rows) limit(part, part.across);
     const auto place = [&](int64_t token) {
@@ -248,6 +250,8 @@ void Runner::make_room(const Part& part) {
         inner_of_experts_.fit(places);
         room = std::max(room, part.tokens() * kPanel);
     }
+    room = std::max(room, 2 * PanelChanges::room_for(part.uses.slots()));
+    if (int64_t(reduced_.size()) < reduced_size(part.uses)) reduced_.resize(reduced_size(part.uses));
     for (std::vector<float>& scratch : scratch_)
         if (int64_t(scratch.size()) < room) scratch.resize(room * 3 / 2);
     if (part.own.spread || part.across.spread)
@@ -367,10 +371,12 @@ void Runner::run_layer(Member& member, const Part& part, int64_t index) {
 void Runner::make_queries(Member& member, const Part& part, int64_t index) {
     const Layer& layer = layers_[index];
     const PanelItems items(layer.qkv, part.tokens(), crew_->size());
+    reduce(member, part, index, kByQkv, normed_);
+    PanelChanges changes = changes_of(member, part, index, kQkv, normed_);
     share_then(
         member, items.count(), part.tokens(),
         [&](int64_t item) {
-            items.write(item, normed_.inputs(), [&](int64_t row) { return qkv(part, row); });
+            items.write(item, normed_.inputs(), changes, [&](int64_t row) { return qkv(part, row); });
         },
         [&](int64_t row) {
             place(part, index, row);
@@ -384,15 +390,18 @@ void Runner::mix(Member& member, const Part& part, int64_t index) {
     const Layer& layer = layers_[index];
     const bool looks_across = layer.across_q.count > 0;
     attend_all(member, part, part.own, index);
-    add_output(member, part, layer.out, mixed_, layer.attention_post, [&](int64_t row) {
+    reduce(member, part, index, kByOut, mixed_);
+    const PanelChanges changes = changes_of(member, part, index, kOut, mixed_);
+    add_output(member, part, layer.out, mixed_, changes, layer.attention_post, [&](int64_t row) {
         if (looks_across) return norm_row(part, row, layer.across, reads_codes(layer.across_q));
         if (!model_.parallel) before_mlp(part, row, index);
     });
     if (looks_across) look_across(member, part, index);
     if (layer.experts.count > 0) return run_experts(member, part, index);
     expand(member, part, index);
-    add_output(member, part, layer.dense.down, inner_, layer.mlp_post,
-               [&](int64_t row) { before_attention(part, row, index + 1); });
+    reduce(member, part, index, kByDown, inner_);
+    add_output(member, part, layer.dense.down, inner_, changes_of(member, part, index, kDown, inner_),
+               layer.mlp_post, [&](int64_t row) { before_attention(part, row, index + 1); });
 }
 
 void Runner::look_across(Member& member, const Part& part, int64_t index) {
@@ -402,7 +411,7 @@ void Runner::look_across(Member& member, const Part& part, int64_t index) {
         items.write(item, normed_.inputs(), [&](int64_t row) { return qkv(part, row); });
     });
     attend_all(member, part, part.across, index);
-    add_output(member, part, layer.across_out, mixed_, layer.across_post,
+    add_output(member, part, layer.across_out, mixed_, {}, layer.across_post,
                [&](int64_t row) { before_mlp(part, row, index); });
 }
 

@@ -13,6 +13,7 @@
 #include "linear.h"
 #include "model.h"
 #include "panel.h"
+#include "uses.h"
 
 namespace everystep {
 
@@ -119,6 +120,7 @@ class Runner {
         std::vector<int64_t> position_of;  // per token
         std::vector<int64_t> feed_of;      // per token
         int64_t wanted_begin, wanted_end;
+        Uses uses;
         int64_t tokens() const { return end - begin; }
     };
     // `heads` query heads from `first` on, which read one key head.
@@ -139,6 +141,7 @@ class Runner {
     void make_room(const Part& part);
     void check(const Work& work) const;
     void check_states(const Work& work) const;
+    void check_uses(const Work& work) const;
     void check_rope(const Work& work, const Rope& rope) const;
     void start_crew(int threads);
     void forget_lost_crew();
@@ -154,6 +157,16 @@ class Runner {
     void make_queries(Member& member, const Part& part, int64_t index);
     void mix(Member& member, const Part& part, int64_t index);
     void look_across(Member& member, const Part& part, int64_t index);
+    void reduce(Member& member, const Part& part, int64_t index, ReadOf read, const InputBuffer& in);
+    static int64_t reduced_size(const Uses& uses);
+    PanelChanges changes_of(const Member& member, const Part& part, int64_t index, ChangedMap map,
+                            const InputBuffer& in) {
+        if (part.uses.empty() || !part.uses.change(index, map)) return {};
+        // Of two maps that read the same, the second has room after the first.
+        const int64_t before = map == kUp ? PanelChanges::room_for(part.uses.slots()) : 0;
+        float* room = scratch_[member.index].data() + before;
+        return {part.uses, index, map, in.inputs(), reduced_.data(), room};
+    }
     void recur(Member& member, const Part& part, int64_t index);
     void convolve(const Part& part, int64_t index, int64_t block);
     void convolve_token(const Part& part, const Stretch& stretch, int64_t index, int64_t t, int64_t block);
@@ -199,11 +212,11 @@ class Runner {
     void conclude_item(const Part& part, const Item& item, const Sight& sight, int64_t layer,
                        float* seen);
     void expand(Member& member, const Part& part, int64_t layer);
-    void expand_block(const Mlp& mlp, const Inputs& in, int64_t rows, const Inputs& to,
-                      int64_t block) const;
+    void expand_block(const Mlp& mlp, const Inputs& in, int64_t rows, const Inputs& to, int64_t block,
+                      bool valued, PanelChanges& gate, PanelChanges& up) const;
     template <int M>
-    void inner_values(const Mlp& mlp, const Inputs& in, int64_t number, int64_t row,
-                      simd::Floats (&out)[M]) const;
+    void inner_values(const Mlp& mlp, const Inputs& in, int64_t first, int64_t place, int64_t row,
+                      const PanelChanges& gate, const PanelChanges& up, simd::Floats (&out)[M]) const;
     void run_experts(Member& member, const Part& part, int64_t index);
     void route(Member& member, int64_t rows, int64_t index);
     void gather(const ChosenExpert& one, int64_t index);
@@ -229,7 +242,7 @@ class Runner {
     void before_mlp(const Part& part, int64_t row, int64_t layer);
     template <class Then>
     void add_output(Member& member, const Part& part, const Linear& linear, const InputBuffer& in,
-                    const Norm& post, Then each_row);
+                    PanelChanges changes, const Norm& post, Then each_row);
     template <class Work, class Then>
     void share_then(Member& member, int64_t items, int64_t rows, Work work, Then each_row);
     int64_t group() const { return model_.kv_heads ? model_.heads / model_.kv_heads : 1; }
@@ -242,7 +255,7 @@ class Runner {
     const PageShape shape_;
     Pages pages_, across_;
     std::unique_ptr<Crew> crew_;
-    std::vector<float> hidden_, qkv_, added_, entering_, selected_;
+    std::vector<float> hidden_, qkv_, added_, entering_, selected_, reduced_;
     std::vector<Wanted> wanted_;  // in the order of tokens
     Head head_;
     InputBuffer normed_, mixed_, inner_, last_;
@@ -272,16 +285,17 @@ void Runner::share_then(Member& member, int64_t items, int64_t rows, Work work, 
 // What a linear map makes comes to hidden states.
 template <class Then>
 void Runner::add_output(Member& member, const Part& part, const Linear& linear, const InputBuffer& in,
-                        const Norm& post, Then each_row) {
+                        PanelChanges changes, const Norm& post, Then each_row) {
     const bool later = is_added_later(post);
     const PanelItems items(linear, part.tokens(), crew_->size());
     share_then(
         member, items.count(), part.tokens(),
         [&](int64_t item) {
-            items.multiply(item, in.inputs(), [&](int64_t row, int64_t column, simd::Floats x, int count) {
+            const auto add = [&](int64_t row, int64_t column, simd::Floats x, int count) {
                 float* to = later ? added_.data() + row * model_.width : hidden(part, row);
                 write(to + column, later ? x : simd::add(read(to + column, count), x), count);
-            });
+            };
+            items.multiply(item, in.inputs(), changes, add);
         },
         [&](int64_t row) {
             after_sum(part, row, post);

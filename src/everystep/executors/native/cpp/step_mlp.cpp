@@ -8,22 +8,28 @@ namespace everystep {
 
 // The inputs to an MLP's last product. An item is a block of its codes, two panels wide.
 void Runner::expand(Member& member, const Part& part, int64_t index) {
+    const Mlp& mlp = layers_[index].dense;
+    reduce(member, part, index, kByUp, normed_);
+    PanelChanges gate = changes_of(member, part, index, kGate, normed_);
+    PanelChanges up = changes_of(member, part, index, kUp, normed_);
+    const bool valued = reads_values(mlp.down) || part.uses.change(index, kDown);
     crew_->share(member, blocks_of(model_.inner), [&](int64_t block) {
-        expand_block(layers_[index].dense, normed_.inputs(), part.tokens(), inner_.inputs(), block);
+        expand_block(mlp, normed_.inputs(), part.tokens(), inner_.inputs(), block, valued, gate, up);
     });
 }
 
 // One block of what rows have between the products of an MLP, to where its last one reads it.
-void Runner::expand_block(const Mlp& mlp, const Inputs& in, int64_t rows, const Inputs& to,
-                          int64_t block) const {
-    const bool coded = reads_codes(mlp.down), valued = reads_values(mlp.down);
+void Runner::expand_block(const Mlp& mlp, const Inputs& in, int64_t rows, const Inputs& to, int64_t block,
+                          bool valued, PanelChanges& gate, PanelChanges& up) const {
+    const bool coded = reads_codes(mlp.down);
     const int64_t size = outputs_of(mlp.up), first = 2 * block;
     const int64_t panels = std::min<int64_t>(2, panels_of(size) - first);
+    gate.prepare(first, panels), up.prepare(first, panels);
     each_tile(rows, [&](auto count, int64_t row) {
         simd::Floats inner[2][count];
         for (int64_t i = 0; i < 2; ++i)
             if (i < panels)
-                inner_values(mlp, in, first + i, row, inner[i]);
+                inner_values(mlp, in, first, i, row, gate, up, inner[i]);
             else
                 std::fill_n(inner[i], int(count), simd::splat(0.0f));
         for (int m = 0; m < count; ++m) {
@@ -37,21 +43,24 @@ void Runner::expand_block(const Mlp& mlp, const Inputs& in, int64_t rows, const 
     });
 }
 
-// What M rows from `row` on have between an MLP's products, 16 columns of it.
+// What M rows from `row` on have between an MLP's products, 16 columns of it: panel `first + place`.
 template <int M>
-void Runner::inner_values(const Mlp& mlp, const Inputs& in, int64_t number, int64_t row,
-                          simd::Floats (&out)[M]) const {
+void Runner::inner_values(const Mlp& mlp, const Inputs& in, int64_t first, int64_t place, int64_t row,
+                          const PanelChanges& gate, const PanelChanges& up, simd::Floats (&out)[M]) const {
+    const int64_t number = first + place;
     const Activation kind = static_cast<Activation>(model_.activation);
     const bool gated = mlp.gate.count > 0;
-    const Panel up = panel_of(mlp.up, number);
+    const Panel panel = panel_of(mlp.up, number);
     if (!gated) {
-        up.products(in, row, out);
-        for (simd::Floats& x : out) x = activate(kind, x);
+        panel.products(in, row, out);
+        for (int m = 0; m < M; ++m) out[m] = activate(kind, up.changed(number, row + m, out[m]));
         return;
     }
     simd::Floats factors[M];
-    products_of_two(panel_of(mlp.gate, number), up, in, row, out, factors);
-    for (int m = 0; m < M; ++m) out[m] = simd::mul(activate(kind, out[m]), factors[m]);
+    products_of_two(panel_of(mlp.gate, number), panel, in, row, out, factors);
+    for (int m = 0; m < M; ++m)
+        out[m] = simd::mul(activate(kind, gate.changed(number, row + m, out[m])),
+                           up.changed(number, row + m, factors[m]));
 }
 
 void Runner::run_experts(Member& member, const Part& part, int64_t index) {
@@ -60,12 +69,14 @@ void Runner::run_experts(Member& member, const Part& part, int64_t index) {
     const int64_t rows = part.tokens();
     route(member, rows, index);
     const int64_t blocks = inner_of_experts_.inputs().blocks;
+    PanelChanges none;
     crew_->share(member, int64_t(routing_.chosen().size()) * blocks, [&](int64_t item) {
         const ChosenExpert& one = routing_.chosen()[item / blocks];
         const Mlp& mlp = experts.each[one.number];
         const Inputs inner = inner_of(mlp, one);
         if (item % blocks < inner.blocks)
-            expand_block(mlp, read_by(one, rows), one.count, inner, item % blocks);
+            expand_block(mlp, read_by(one, rows), one.count, inner, item % blocks,
+                         reads_values(mlp.down), none, none);
     });
     share_then(
         member, panels_of(model_.width), rows,

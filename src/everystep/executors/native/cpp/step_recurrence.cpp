@@ -55,7 +55,7 @@ void Runner::recur(Member& member, const Part& part, int64_t index) {
     crew_->share(member, blocks, [&](int64_t block) {
         scan(part, index, block, scratch_[member.index].data());
     });
-    add_output(member, part, layer.out, inner_, layer.attention_post,
+    add_output(member, part, layer.out, inner_, {}, layer.attention_post,
                [&](int64_t row) { before_attention(part, row, index + 1); });
 }
 

@@ -189,6 +189,93 @@ __attribute__((noinline)) void tile_of_two_panels(const uint8_t* panel, const ui
     for (int m = 0; m < M; ++m) out[m] = acc[m], others[m] = acc_of_other[m];
 }
 
+// Columns of a matrix that is read as a whole before another one is: further ones are fetched early.
+constexpr int64_t kLong = 128;
+
+// The sums of M rows over C neighbouring pieces, which are computed at once: a single sum would wait for
+// itself.
+template <Format kFormat, int M, int C>
+inline void sums_of_pieces(const uint8_t* panel, const float* const (&x)[M], Pieces pieces, int64_t first,
+                           simd::Floats (&out)[C][M]) {
+    using namespace simd;
+    constexpr int64_t kColumn = kPanel * float_bytes(kFormat);
+    int64_t begins[C], least = pieces.columns;
+    const int64_t ahead = pieces.columns >= kLong ? 2 * kAhead : kAhead / 2;
+    for (int c = 0; c < C; ++c) {
+        begins[c] = pieces.begin(first + c);
+        least = std::min(least, pieces.begin(first + c + 1) - begins[c]);
+    }
+    Floats acc[C][M];
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c)
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) acc[c][m] = splat(0.0f);
+    const auto add = [&](int c, int64_t k) {
+        __builtin_prefetch(panel + k * kColumn + ahead);
+        const Floats column = read_column<kFormat>(panel, k);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) acc[c][m] = fma(column, splat(x[m][k]), acc[c][m]);
+    };
+    for (int64_t k = 0; k < least; ++k)
+#pragma GCC unroll 16
+        for (int c = 0; c < C; ++c) add(c, begins[c] + k);
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) {
+        for (int64_t k = begins[c] + least; k < pieces.begin(first + c + 1); ++k) add(c, k);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) out[c][m] = acc[c][m];
+    }
+}
+
+template <Format kFormat, int M>
+inline void tile_of_pieces(const uint8_t* panel, const float* const (&x)[M], Pieces pieces, int64_t first,
+                           int64_t last, simd::Floats* out) {
+    // Two places of a long matrix would be read from memory at once, which is slower than one.
+    constexpr bool kPairs = (simd::kSums > 8 ? 16 : 4) >= 2 * M;
+    bool begun = false;
+    const auto take = [&](auto count) {
+        simd::Floats sums[count][M];
+        sums_of_pieces<kFormat, M, count>(panel, x, pieces, first, sums);
+        for (int c = 0; c < count; ++c)
+            for (int m = 0; m < M; ++m) out[m] = begun || c ? simd::add(out[m], sums[c][m]) : sums[c][m];
+        begun = true, first += count;
+    };
+    if constexpr (kPairs)
+        while (last - first >= 2 && pieces.columns < kLong) take(std::integral_constant<int, 2>());
+    while (first < last) take(std::integral_constant<int, 1>());
+}
+
+template <Format kFormat, int M>
+__attribute__((noinline)) void tiles_apart(const Matrix& w, int64_t panel, int64_t panels,
+                                           const float* const* rows, Pieces pieces, int64_t first,
+                                           int64_t last, simd::Floats* out) {
+    const float* x[M];
+    for (int m = 0; m < M; ++m) x[m] = rows[m];
+    const int64_t bytes = panel_bytes(kFormat, w.columns);
+    for (int64_t i = 0; i < panels; ++i)
+        tile_of_pieces<kFormat, M>(w.data + (panel + i) * bytes, x, pieces, first, last, out + i * M);
+}
+
+template <int M>
+void tiles_of_few(const Matrix& w, int64_t panel, int64_t panels, const float* const* rows, Pieces pieces,
+                  int64_t first, int64_t last, simd::Floats* out) {
+    switch (static_cast<Format>(w.format)) {
+        case Format::kHalf: return tiles_apart<Format::kHalf, M>(w, panel, panels, rows, pieces, first, last, out);
+        case Format::kBrain: return tiles_apart<Format::kBrain, M>(w, panel, panels, rows, pieces, first, last, out);
+        default: return tiles_apart<Format::kFloat, M>(w, panel, panels, rows, pieces, first, last, out);
+    }
+}
+
+void tile_apart(int count, const Matrix& w, int64_t panel, int64_t panels, const float* const* rows,
+                Pieces pieces, int64_t first, int64_t last, simd::Floats* out) {
+    switch (count) {
+        case 1: return tiles_of_few<1>(w, panel, panels, rows, pieces, first, last, out);
+        case 2: return tiles_of_few<2>(w, panel, panels, rows, pieces, first, last, out);
+        case 4: return tiles_of_few<4>(w, panel, panels, rows, pieces, first, last, out);
+    }
+    if constexpr (kFewApart > 4) return tiles_of_few<8>(w, panel, panels, rows, pieces, first, last, out);
+}
+
 template <int M>
 void tile_of_rows(const Matrix& w, int64_t panel, const Inputs& in, int64_t row, simd::Floats* out) {
     const Format format = static_cast<Format>(w.format);

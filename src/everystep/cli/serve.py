@@ -1,0 +1,184 @@
+"""`everystep serve`: models over HTTP, on OpenAI's wire."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from everystep.cli import command_options as o
+from everystep.cli.terminal import is_terminal, note, write_line
+from everystep.errors import MissingExtraError
+from everystep.files.sources import DEFAULT_MODEL
+
+_NEXT = """serving {model} on {address}
+
+  curl {address}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"messages": [{{"role": "user", "content": "Name a colour."}}]}}'
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{address}/v1", api_key="none")
+
+  every field: {address}/openapi.json - Ctrl-C ends it"""
+
+_LIBRARIES = ("starlette", "uvicorn", "msgspec", "prometheus_client")
+_access = "Who may ask"
+_load = "Load"
+Named = Annotated[
+    list[str] | None,
+    typer.Option("--model", "-m", metavar="NAME=SOURCE", help="Serve a further model. Repeatable."),
+]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option("--adapter", metavar="NAME=DIR", help="Serve an adapter as a model. Repeatable."),
+]
+Keys = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--api-key", metavar="KEY", help="Open to this key. Repeatable.", rich_help_panel=_access
+    ),
+]
+KeyFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--key-file",
+        metavar="FILE",
+        help="Open to keys whose SHA-256 the file has, one a line. Repeatable.",
+        rich_help_panel=_access,
+    ),
+]
+Hosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-host",
+        metavar="NAME",
+        help="A name it is called by. Repeatable.",
+        rich_help_panel=_access,
+    ),
+]
+Origins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-origin",
+        metavar="ORIGIN",
+        help="Pages of this origin may ask. Repeatable.",
+        rich_help_panel=_access,
+    ),
+]
+
+
+def serve(
+    context: typer.Context,
+    source: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="A name, a folder, a .gguf file or a hub id."),
+    ] = None,
+    settings: Annotated[
+        Path | None,
+        typer.Option(
+            "--settings", metavar="FILE", help="Settings as TOML; options go before them."
+        ),
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="By default 127.0.0.1.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(metavar="N", help="By default 8000; 0: any.")] = None,
+    uds: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A unix socket in place of a port.")
+    ] = None,
+    model: Named = None,
+    adapter: Adapters = None,
+    *,
+    api_key: Keys = None,
+    key_file: KeyFiles = None,
+    allow_host: Hosts = None,
+    allow_origin: Origins = None,
+    public_without_key: Annotated[
+        bool,
+        typer.Option("--public-without-key", help="Let everybody ask.", rich_help_panel=_access),
+    ] = False,
+    max_rows: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Rows at once.", rich_help_panel=_load)
+    ] = None,
+    max_waiting: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Requests in line at most.", rich_help_panel=_load),
+    ] = None,
+    deadline: Annotated[
+        float | None,
+        typer.Option(metavar="S", help="Seconds for a request.", rich_help_panel=_load),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Of the engine.", rich_help_panel=_load)
+    ] = None,
+    quantize: o.Quantize = None,
+    cache_dtype: o.CacheDtypeOption = None,
+    offline: o.Offline = False,
+) -> None:
+    """Serve MODEL over HTTP, on OpenAI's wire; by default on this machine alone.
+
+    SIGTERM or Ctrl-C takes no further requests, waits for those under way, and ends.
+    """
+    said: dict[str, Any] = {
+        "model": source,
+        "models": _pairs(model, "--model"),
+        "adapters": _pairs(adapter, "--adapter"),
+        "host": host,
+        "port": port,
+        "uds": None if uds is None else str(uds),
+        "api_keys": api_key,
+        "key_files": [str(one) for one in key_file or ()],
+        "allow_hosts": allow_host,
+        "allow_origins": allow_origin,
+        "public_without_key": public_without_key or None,
+        "max_rows": max_rows,
+        "max_waiting": max_waiting,
+        "deadline": deadline,
+        "threads": threads,
+        "quantize": None if quantize is None else quantize.value,
+        "cache_dtype": None if cache_dtype is None else cache_dtype.value,
+        "offline": offline or context.obj or None,
+    }
+    require_server()
+    from everystep.server.serving import serve as run
+    from everystep.server.settings import read_settings
+
+    given = {name: value for name, value in said.items() if value not in (None, [], {})}
+    read = read_settings(settings, given)
+    read.front()  # what is wrong with it is said before anything is loaded
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    if not is_terminal(sys.stderr):
+        logging.getLogger().setLevel(logging.WARNING)
+    note(f"loading {read.model if read.model != DEFAULT_MODEL else next(iter(read.sources()))}")
+
+    def tell(address: str, name: str) -> None:
+        write_line(_NEXT.format(address=address, model=name))
+
+    asyncio.run(run(read, tell))
+
+
+def require_server() -> None:
+    """Raise MissingExtraError where a library of the server is not installed."""
+    for library in _LIBRARIES:
+        try:
+            import_module(library)
+        except ImportError as error:
+            raise MissingExtraError.of("everystep serve", library, "server") from error
+
+
+def _pairs(given: list[str] | None, option: str) -> dict[str, str]:
+    """Return NAME=VALUE by name."""
+    found = {}
+    for one in given or ():
+        name, equals, value = one.partition("=")
+        if not (name and equals and value):
+            raise typer.BadParameter(f"{one!r} is spelled wrong; wanted {option} NAME=VALUE")
+        if name in found:
+            raise typer.BadParameter(f"{option} {name} is given twice")
+        found[name] = value
+    return found

@@ -1,0 +1,249 @@
+"""Adapters as the library reads them: what their changes add and scale, panel by panel.
+
+A copy belongs to a network and to one `Adapter`, whose values never change; it lives as long as
+both. So one that has learned since is another copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.adapters import (
+    Adapter,
+    AdapterChange,
+    AdapterUse,
+    Delta,
+    Dense,
+    Magnitude,
+    OutputScaling,
+    ordered,
+    uses_of,
+)
+from everystep.errors import InvariantError
+from everystep.executors.native.library import (
+    AdapterWeights,
+    ChangesOfLayer,
+    ChangesOfMap,
+    ChangeWeights,
+    LinearMapC,
+    Matrix,
+    StackWeights,
+    StepWork,
+)
+from everystep.executors.native.packing import Packing
+from everystep.models.decoder import Decoder
+from everystep.nn.network import Network
+from everystep.nn.panels import PANEL, SIXTEEN_BITS
+from everystep.types import Work
+
+_READS = ("qkv", "out", "up", "down")  # as `cpp/model.h` counts what is read
+_MAPS = ("qkv", "out", "gate", "up", "down")  # and the maps
+
+
+class _Affine(NamedTuple):
+    """A change of rows from `start` on: (1 + w gain) y + w scale (up x + shift) with a weight w.
+
+    `down`: (rank, in), where x is what it makes of what is read; None: x is what is read.
+    """
+
+    start: int
+    rows: int
+    down: Tensor | None = None
+    up: Tensor | None = None
+    gain: Tensor | None = None
+    shift: Tensor | None = None
+    scale: float = 1.0
+
+
+def _affine(change: AdapterChange, bias: Tensor | None) -> _Affine:
+    """Write a change of rows whose map has this bias (rows,) in that form."""
+    at = change.start, change.rows
+    if isinstance(change, Delta):
+        return _Affine(*at, change.a, change.b, shift=change.shift, scale=change.scale)
+    if isinstance(change, Dense):
+        return _Affine(*at, up=change.matrix)
+    if isinstance(change, OutputScaling):
+        return _Affine(*at, gain=change.factors - 1)
+    if isinstance(change, Magnitude):
+        delta, gain = change.delta, change.gains - 1
+        by = change.gains * delta.scale
+        shift = torch.zeros_like(gain) if delta.shift is None else by * delta.shift
+        if bias is not None:
+            shift = shift - gain * bias  # the bias keeps its length
+        return _Affine(*at, delta.a, by[:, None] * delta.b, gain, shift)
+    raise InvariantError(f"the kernels know no {type(change).__name__}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Map:
+    """A linear map of a layer: rows `begin` to `end` of its projection's, and where the panels have
+    them: `places`: (rows,) 16 times the panel plus the lane."""
+
+    begin: int
+    end: int
+    places: Tensor
+
+    @staticmethod
+    def of(linear: LinearMapC, begin: int = 0) -> _Map:
+        """Return the map whose rows begin there among those of its projection."""
+        sizes = [part.rows for part in linear.parts[: linear.count]]
+        whole, places = 0, [torch.empty(0, dtype=torch.int64)]
+        for size in sizes:
+            places.append(whole + torch.arange(size))
+            whole += -(-size // PANEL) * PANEL
+        return _Map(begin, begin + sum(sizes), torch.cat(places))
+
+    def change(self, packing: Packing, own: _Affine, first: int) -> ChangeWeights | None:
+        """Pack the part of a change that changes this map; None where it changes another.
+
+        `first`: where what it reads begins in what is made of the map's input.
+        """
+        start, stop = max(own.start, self.begin), min(own.start + own.rows, self.end)
+        if start >= stop:
+            return None
+        cut = slice(start - own.start, stop - own.start)
+        places = self.places[start - self.begin : stop - self.begin]
+        panel = int(places[0]) // PANEL
+        panels = int(places[-1]) // PANEL + 1 - panel
+
+        def padded(rows: Tensor) -> Tensor:
+            found = rows.new_zeros(panels * PANEL, *rows.shape[1:])
+            found[places - panel * PANEL] = rows[cut]
+            return found
+
+        return ChangeWeights(
+            panel=panel,
+            panels=panels,
+            first=-1 if own.down is None else first,
+            up=Matrix() if own.up is None else packing.matrix(_narrow(padded(own.up))),
+            gain=packing.floats(None if own.gain is None else padded(own.gain)),
+            shift=packing.floats(None if own.shift is None else padded(own.shift)),
+            scale=own.scale,
+        )
+
+
+def _narrow(values: Tensor) -> Tensor:
+    """Return the values in 16 bits where these hold each of them, and in 32 otherwise: half is read
+    in half the time."""
+    wide = values.float()
+    for dtype in SIXTEEN_BITS:
+        narrow = wide.to(dtype)
+        if torch.equal(narrow.float(), wide):
+            return narrow
+    return wide
+
+
+class PackedAdapter:
+    """An adapter in panels; `structure` is what the library reads."""
+
+    def __init__(self, adapter: Adapter, network: Network, stack: StackWeights) -> None:
+        self._packing = Packing()
+        count = stack.layers
+        layers = (ChangesOfLayer * count)()
+        most = 0
+        for index in range(count):
+            for place, read in enumerate(_READS):
+                changes = adapter.targets.get(f"layers.{index}.{read}", ())
+                if changes:
+                    bias = getattr(cast(Decoder, network).layers[index], read).bias
+                    own = [_affine(one, _rows_of(bias, one)) for one in changes]
+                    maps = _maps_of(stack.layer[index], read)
+                    most = max(most, self._put(layers[index], place, own, maps))
+        self._packing.alive.append(layers)
+        self.structure = AdapterWeights(count, most, layers)
+
+    def _put(
+        self, layer: ChangesOfLayer, place: int, changes: Sequence[_Affine], maps: dict[str, _Map]
+    ) -> int:
+        """Pack the changes of one projection; return the rows that are made of what it reads, in
+        whole panels."""
+        downs = [one.down for one in changes if one.down is not None]
+        if downs:
+            layer.down[place] = self._packing.matrix(_narrow(torch.cat(downs)))
+        for name, linear in maps.items():
+            found, first = [], 0
+            for one in changes:
+                packed = linear.change(self._packing, one, first)
+                found += [] if packed is None else [packed]
+                first += 0 if one.down is None else len(one.down)
+            each = (ChangeWeights * len(found))(*found)
+            self._packing.alive.append(each)
+            layer.maps[_MAPS.index(name)] = ChangesOfMap(len(found), each)
+        ranks = sum(map(len, downs))
+        return -(-ranks // PANEL) * PANEL
+
+
+def _rows_of(bias: Tensor | None, change: AdapterChange) -> Tensor | None:
+    return None if bias is None else bias[change.start : change.start + change.rows]
+
+
+def _maps_of(layer: object, read: str) -> dict[str, _Map]:
+    """Return the maps that a projection is in a packed layer."""
+    if read in ("qkv", "out"):
+        return {read: _Map.of(getattr(layer, read))}
+    dense = layer.dense  # type: ignore[attr-defined]
+    if read == "down":
+        return {read: _Map.of(dense.down)}
+    gate = _Map.of(dense.gate)
+    return {"gate": gate, "up": _Map.of(dense.up, gate.end)}
+
+
+class PackedAdapters:
+    """The packed copies of a network's adapters, each as long as somebody holds its adapter."""
+
+    def __init__(self, network: Network, stack: StackWeights) -> None:
+        self._own = network, stack
+        self._packed: WeakKeyDictionary[Adapter, PackedAdapter] = WeakKeyDictionary()
+
+    def of(self, adapter: Adapter) -> PackedAdapter:
+        """Return the copy of an adapter, made when it is first asked for."""
+        found = self._packed.get(adapter)
+        if found is None:
+            found = self._packed[adapter] = PackedAdapter(adapter, *self._own)
+        return found
+
+
+class AdaptersOfStep:
+    """The adapters that the feeds of a step ask for; to be kept until nothing is computed of them,
+    what is begun ahead included."""
+
+    def __init__(self, work: Work, packed: PackedAdapters) -> None:
+        self._asked = {
+            feed: ordered(uses_of(extra))
+            for feed, extra in sorted(work.extras.items())
+            if extra.adapters
+        }
+        self._held: dict[PackedAdapter, int] = {}
+        for use in self._each():
+            self._held.setdefault(packed.of(use.adapter), len(self._held))
+        counts = np.zeros(len(work.rows) + 1, np.int64)
+        for feed, uses in self._asked.items():
+            counts[feed + 1] = len(uses)
+        self._begins = np.cumsum(counts)
+        places = (self._held[packed.of(one.adapter)] for one in self._each())
+        self._places = np.fromiter(places, np.int64)
+        self._weights = np.fromiter((one.weight for one in self._each()), np.float32)
+        self._structures = (AdapterWeights * len(self._held))(
+            *(one.structure for one in self._held)
+        )
+
+    def _each(self) -> Iterator[AdapterUse]:
+        return (one for uses in self._asked.values() for one in uses)
+
+    def write(self, step: StepWork) -> None:
+        """Ask the step for them."""
+        if not self._asked:
+            step.adapters = 0
+            step.use_begins = step.use_adapters = step.use_weights = None
+            return
+        step.adapters, step.adapter = len(self._held), self._structures
+        step.use_begins = self._begins.ctypes.data
+        step.use_adapters = self._places.ctypes.data
+        step.use_weights = self._weights.ctypes.data

@@ -1,0 +1,156 @@
+"""The weights of a model that learns as a plain `torch.nn.Module`, for what takes such a module:
+optimisers, `torch.compile`, `DistributedDataParallel` and `fully_shard`.
+
+Its parameters are the model's own, so both always have the same values. What wraps a module may put
+other tensors in their places: parts of them between two forwards, whole ones within. The model
+follows, and refuses to compute with parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar, cast, final
+
+from torch import Tensor, nn
+
+from everystep.errors import RequestError, UnsupportedError, shown
+from everystep.models.load import learning_parts
+from everystep.models.model import Model
+from everystep.models.parameters import ParameterPart
+
+PartT = TypeVar("PartT")
+
+
+@final
+class WeightModule(nn.Module):
+    """A module whose parameters have the names of a checkpoint; `call` is the model's forward.
+
+    Values in its `state_dict` lie as in a checkpoint, and `load_state_dict` reads them so.
+    """
+
+    def __init__(self, model: Model, call: Callable[..., object]) -> None:
+        super().__init__()
+        self._call = call
+        self._turned: dict[str, ParameterPart] = {}
+        self._places: list[tuple[nn.Module, str]] = []
+        self._followed: list[Tensor] = []
+        tree: dict[str, Any] = {}
+        for part, weight in learning_parts(model):
+            at = tree
+            *path, leaf = part.name.split(".")
+            for one in path:
+                at = at.setdefault(one, {})
+            at[leaf] = weight
+            self._followed.append(weight)
+            if part.transposed or part.interleaved is not None:
+                self._turned[part.name] = part
+        _fill(self, tree)
+        for part, _ in learning_parts(model):
+            owner, _, leaf = part.name.rpartition(".")
+            self._places.append((self.get_submodule(owner), leaf))
+        self.register_state_dict_post_hook(_as_stored)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_as_loaded)  # type: ignore[no-untyped-call]
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        use_cache: bool = False,
+        **arguments: object,
+    ) -> object:
+        """Return the model's output, without a cache unless that is asked for.
+
+        `arguments`: the others of the model. RequestError for adapters, whose tensors are not among
+        the parameters, so that nothing that wraps the module would see their gradients.
+        """
+        for name in ("adapter_names", "adapters"):
+            if arguments.get(name) is not None:
+                raise RequestError(
+                    "the parameters of this module are the model's own weights, not an adapter's",
+                    wanted=f"no {name}",
+                    got=shown(arguments[name]),
+                    do="Call the model itself, or train the adapter with everystep.Trainer",
+                )
+        return self._call(input_ids, attention_mask, use_cache=use_cache, **arguments)
+
+    @property
+    def turned(self) -> Mapping[str, ParameterPart]:
+        """The parts that lie otherwise in a checkpoint than in the network, by name."""
+        return self._turned
+
+    def followed(self, model: Model) -> Model:
+        """Return the model with the tensors that are in the places of its weights now; itself where
+        they are those that it has."""
+        found = [getattr(owner, leaf) for owner, leaf in self._places]
+        if all(one is other for one, other in zip(found, self._followed, strict=True)):
+            return model
+        pairs = zip(self._followed, found, strict=True)
+        made = with_tensors(model, {id(old): new for old, new in pairs})
+        own = [weight for _, weight in learning_parts(made)]
+        if any(one is not other for one, other in zip(own, found, strict=True)):
+            raise UnsupportedError(
+                "a network of this kind cannot take other tensors in place of its weights",
+                got=type(model.network).__name__,
+                do="Change the values of its parameters, and leave the parameters in their places",
+            )
+        self._followed = found
+        return made
+
+    def require_whole(self) -> None:
+        """Raise RequestError where a weight lies in parts on several processes."""
+        names = [name for name, one in self.named_parameters() if hasattr(one, "full_tensor")]
+        if names:
+            raise RequestError(
+                "the weights lie in parts on several processes",
+                wanted="whole weights",
+                got=f"a part of {names[0]}",
+                do="Call unshard() of the module on every process, and reshard() afterwards; "
+                "for a forward shard the whole module alone, fully_shard(module)",
+            )
+
+
+def with_tensors(part: PartT, changed: Mapping[int, Tensor]) -> PartT:
+    """Return a model, or a part of one, with other tensors in place of those that have these
+    `id`s; itself where it has none of them."""
+    return cast(PartT, _changed(part, changed))
+
+
+def _changed(part: Any, changed: Mapping[int, Tensor]) -> Any:
+    if isinstance(part, Tensor):
+        return changed.get(id(part), part)
+    if type(part) is tuple:
+        each = tuple(_changed(one, changed) for one in part)
+        same = all(one is other for one, other in zip(each, part, strict=True))
+        return part if same else each
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    own = {one.name: getattr(part, one.name) for one in fields(part) if one.init}
+    found = {name: _changed(one, changed) for name, one in own.items()}
+    other = {name: one for name, one in found.items() if one is not own[name]}
+    return replace(part, **other) if other else part
+
+
+def _fill(module: nn.Module, tree: Mapping[str, Any]) -> None:
+    """Put tensors and modules of a tree into a module, by name."""
+    for name, one in tree.items():
+        if isinstance(one, nn.Parameter):
+            module.register_parameter(name, one)
+            continue
+        numbered = all(str(number) == key for number, key in enumerate(one))
+        module.add_module(name, nn.ModuleList() if numbered else nn.Module())
+        _fill(module.get_submodule(name), one)
+
+
+def _as_stored(module: Any, values: dict[str, Any], prefix: str, _: object) -> None:
+    for name, part in module.turned.items():
+        if prefix + name in values:
+            values[prefix + name] = part.stored_values(values[prefix + name])
+
+
+def _as_loaded(module: Any, values: dict[str, Any], prefix: str, *_: object) -> None:
+    for name, part in module.turned.items():
+        if prefix + name in values:
+            found = values[prefix + name]
+            values[prefix + name] = part.loaded(found.T if part.transposed else found)

@@ -1,0 +1,91 @@
+"""Who may ask: keys, by digest and in constant time, and names of the host against rebinding."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Iterable
+from pathlib import Path
+
+from everystep.errors import RequestError
+
+
+def digest_of(key: str) -> str:
+    """Return the digest that stands for a key in files and in memory."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def read_keys(path: Path) -> list[str]:
+    """Return the digests in a file: one in hexadecimal per line, `#` begins a comment."""
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        digest = line.partition("#")[0].strip().lower()
+        if not digest:
+            continue
+        if len(digest) != 64 or any(one not in "0123456789abcdef" for one in digest):
+            raise RequestError(
+                f"line {number} of a file of keys is no digest",
+                wanted="64 hexadecimal digits, the SHA-256 of a key",
+                do="Write it with: printf %s KEY | sha256sum",
+            )
+        found.append(digest)
+    return found
+
+
+class Keys:
+    """The digests of the keys that open a server; without any it is open."""
+
+    def __init__(self, digests: Iterable[str] = ()) -> None:
+        self._digests = tuple(digest.encode() for digest in digests)
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def owner(self, said: str) -> str | None:
+        """Return the digest of a key that opens, None for any other; in a time that tells neither
+        how much of it was right nor which one it was."""
+        own, found = digest_of(said), False
+        for digest in self._digests:
+            found |= hmac.compare_digest(own.encode(), digest)
+        return own if found else None
+
+
+def key_of(authorization: str, api_key: str) -> str:
+    """Return the key in the headers of a request, empty for none."""
+    kind, _, value = authorization.partition(" ")
+    return value.strip() if kind.lower() == "bearer" else api_key.strip()
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address is reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class Hosts:
+    """The names by which a server may be called; addresses always may.
+
+    A page of another site whose name was rebound to this machine calls by that site's name.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._names = {"localhost", *(name.lower() for name in names)}
+
+    def accepts(self, header: str) -> bool:
+        """Return whether the Host header of a request names this server."""
+        name = header.lower()
+        name = (
+            name.partition("]")[0][1:] if name.startswith("[") else name.rpartition(":")[0] or name
+        )
+        if name in self._names:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True

@@ -1,0 +1,301 @@
+"""From what the engine tells to answers: texts, log-probabilities, usage, chunks of streams.
+
+Texts are made here, by the tokenizer of the front, as `everystep.generate` and `everystep.stream`
+make them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from everystep.server.asking import Wanted
+from everystep.server.fields import Json
+from everystep.server.messages import Begun, Ended, Known, Over, Row
+from everystep.streamers import Wording
+from everystep.text import Spelling, Tokenizer, Trimmer
+from everystep.types import Event, FinishReason
+
+_LOWEST = -9999.0
+"""What stands for a log-probability of minus infinity, which JSON does not have."""
+_REASONS: Mapping[str, str] = {
+    "stop": "stop",
+    "criteria": "stop",
+    "length": "length",
+    "time": "length",
+}
+
+
+def finite(value: float) -> float:
+    """Return a log-probability that JSON can hold."""
+    return value if math.isfinite(value) else _LOWEST
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of a request: of its prompts, each counted once, and of its answers."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+
+    def shown(self) -> dict[str, Json]:
+        """Return it as an answer has it."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+class Spelled:
+    """The tokens of a vocabulary as texts, and the forms that log-probabilities have in answers."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._bytes = Spelling.of(tokenizer)
+
+    def text(self, id: int) -> str:
+        """Return the text of one id by itself."""
+        return self._tokenizer.decode([id], skip_special_tokens=False)
+
+    def of_completion(
+        self,
+        rows: Iterable[tuple[int, float | None, Sequence[tuple[int, float]] | None]],
+        start: int,
+    ) -> dict[str, list[Json]]:
+        """Return the four lists of a completion: each row is an id, its log-probability and the
+        best; `start`: characters before the first."""
+        found: dict[str, list[Json]] = {
+            name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        }
+        for id, known, best in rows:
+            spelled = self.text(id)
+            tops: dict[str, float] | None = None
+            if known is not None:
+                tops = {}
+                for other, value in [*(best or ()), (id, known)]:
+                    name = self.text(other)
+                    tops[name] = max(finite(value), tops.get(name, -math.inf))
+            values = spelled, None if known is None else finite(known), tops, start
+            for column, cell in zip(found.values(), values, strict=True):
+                column.append(cell)
+            start += len(spelled)
+        return found
+
+    def of_chat(
+        self, rows: Iterable[tuple[int, float | None, Sequence[tuple[int, float]] | None]]
+    ) -> list[Json]:
+        """Return the entries of a chat, one for each row."""
+        return [
+            {**self._entry(id, known), "top_logprobs": [self._entry(*one) for one in best or ()]}
+            for id, known, best in rows
+        ]
+
+    def _entry(self, id: int, known: float | None) -> dict[str, Json]:
+        raw = list(self._bytes(id))
+        return {"token": self.text(id), "bytes": raw, "logprob": finite(known or 0.0)}
+
+
+def rows_of(known: Known) -> list[tuple[int, float | None, list[tuple[int, float]]]]:
+    """Return a table of likelihoods row by row."""
+    parts = zip(known.tokens, known.logprobs, known.top_tokens, known.top_logprobs, strict=True)
+    return [(id, value, list(zip(tops, values, strict=True))) for id, value, tops, values in parts]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The part that every chunk of an answer has in common."""
+
+    id: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def of(self, kind: str, choices: list[Json]) -> dict[str, Json]:
+        """Return an answer, or a chunk, with these choices."""
+        about = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {**about, "choices": choices}
+
+
+def reason(kind: str, matched: str | int | None) -> dict[str, Json]:
+    """Return how a choice says why it ended."""
+    told: str | int | None = matched if isinstance(matched, str) else None
+    return {
+        "finish_reason": _REASONS.get(kind, "stop"),
+        "stop_reason": kind if kind == "time" else told,
+    }
+
+
+class WholeAnswer:
+    """The answer of a request in one piece, as `Over` after `Over` comes in."""
+
+    def __init__(self, wanted: Wanted, head: Head) -> None:
+        self._wanted, self._head = wanted, head
+        self._spelled = Spelled(wanted.to.front.tokenizer)
+        self._strings: dict[int, Sequence[str]] = {}
+        self._choices: dict[int, list[Json]] = {}
+        self._notices: dict[str, None] = {}
+        self.usage = Usage()
+
+    def begin(self, number: int, message: Begun) -> None:
+        """Note which strings the texts of this prompt lose."""
+        self._strings[number] = message.strings
+        self._notices |= dict.fromkeys(message.notices)
+
+    def end(self, number: int, message: Over) -> None:
+        """Take the results of this prompt in."""
+        wanted = self._wanted
+        place = number * wanted.n
+        first = message.results[0]
+        self.usage.prompt += first.prompt_tokens
+        self.usage.cached += first.cached_tokens
+        self._choices[number] = [
+            self._choice(place + i, number, one) for i, one in enumerate(message.results)
+        ]
+
+    def shown(self) -> dict[str, Json]:
+        """Return the answer."""
+        kind = "chat.completion" if self._wanted.in_chat else "text_completion"
+        choices = [one for number in sorted(self._choices) for one in self._choices[number]]
+        answer = {**self._head.of(kind, choices), "usage": self.usage.shown()}
+        answer["system_fingerprint"] = None
+        return answer | ({"warnings": [*self._notices]} if self._notices else {})
+
+    def _choice(self, place: int, number: int, one: Ended) -> dict[str, Json]:
+        wanted = self._wanted
+        tokens = [] if wanted.nothing else one.tokens
+        self.usage.completion += len(tokens)
+        text = wanted.to.front.tokenizer.decode(tokens, skip_special_tokens=True)
+        if strings := self._strings.get(number):
+            before = prompt_end(wanted, number, strings)
+            text = Trimmer(tuple(strings), before).finish(text, one.matched)
+        ended = reason("length" if wanted.nothing else one.kind, one.matched)
+        choice: dict[str, Json] = {"index": place, **ended}
+        if one.score:
+            choice["score"] = one.score
+        if wanted.ids:
+            choice["token_ids"] = tokens
+        if wanted.in_chat:
+            message = {"role": "assistant", "content": text, "refusal": None}
+            known = None
+            if one.known is not None:
+                known = {"content": self._spelled.of_chat(rows_of(one.known)), "refusal": None}
+            return {**choice, "message": message, "logprobs": known}
+        said = wanted.prompts[number][1] if wanted.echo else ""
+        return {**choice, "text": said + text, "logprobs": self._known(number, one)}
+
+    def _known(self, number: int, one: Ended) -> Json:
+        if one.known is None:
+            return None
+        rows = [] if self._wanted.nothing else rows_of(one.known)
+        whole: list[tuple[int, float | None, Sequence[tuple[int, float]] | None]] = [*rows]
+        if self._wanted.echo:
+            ids = self._wanted.prompts[number][0]
+            before = [] if one.known_prompt is None else rows_of(one.known_prompt)
+            whole = [(ids[0], None, None), *before, *rows]
+        return self._spelled.of_completion(whole, 0)
+
+
+def prompt_end(wanted: Wanted, number: int, strings: Sequence[str]) -> str:
+    """Return the end of a prompt's text, in which a stop string may begin."""
+    longest = max((len(one.encode()) for one in strings), default=0)
+    ids = wanted.prompts[number][0][-longest:] if longest else []
+    return wanted.to.front.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+class StreamedAnswer:
+    """The answer of a request in chunks, as rows come in."""
+
+    def __init__(self, wanted: Wanted, head: Head) -> None:
+        self._wanted, self._head = wanted, head
+        self._spelled = Spelled(wanted.to.front.tokenizer)
+        self._wording = Wording(wanted.to.front.tokenizer)
+        self._offsets: dict[int, int] = {}
+        self._ended: set[int] = set()
+        self._told: dict[int, int] = {}
+        self.usage = Usage()
+
+    def opening(self) -> Iterator[dict[str, Json]]:
+        """Yield what stands before all tokens: every choice, in order."""
+        wanted = self._wanted
+        for number in range(len(wanted.prompts)):
+            for i in range(wanted.n):
+                place, said = number * wanted.n + i, wanted.prompts[number][1]
+                if wanted.in_chat:
+                    delta = {"role": "assistant", "content": ""}
+                    yield self._chunk(place, {"delta": delta, "logprobs": None})
+                elif wanted.echo:
+                    self._offsets[place] = len(said)
+                    yield self._chunk(place, {"text": said, "logprobs": None})
+
+    def begin(self, number: int, message: Begun) -> None:
+        """Note which strings the texts of this prompt lose."""
+        if message.strings:
+            before = prompt_end(self._wanted, number, message.strings)
+            self._wording.trim(str(number), tuple(message.strings), before)
+
+    def row(self, number: int, row: Row) -> Iterator[dict[str, Json]]:
+        """Yield the chunks of one row."""
+        place = number * self._wanted.n + row.index
+        finish = None if row.kind is None else FinishReason(row.kind, row.matched)  # type: ignore[arg-type]
+        event = Event(str(number), row.index, row.token, finish=finish)
+        text = self._wording(event).text or ""
+        known = None
+        if row.token >= 0:
+            self.usage.completion += 1
+            self._told[place] = self._told.get(place, 0) + 1
+            known = self._known(place, row)
+        ids = [row.token] if row.token >= 0 else []
+        if text or known is not None or (self._wanted.ids and ids):
+            yield self._piece(place, text, known, ids)
+        if row.kind is not None:
+            yield self._end(place, row.kind, row.matched)
+
+    def end(self, number: int, message: Over) -> Iterator[dict[str, Json]]:
+        """Yield what is left of this prompt, whose results are there."""
+        first = message.results[0]
+        self.usage.prompt += first.prompt_tokens
+        self.usage.cached += first.cached_tokens
+        for i, one in enumerate(message.results):
+            place = number * self._wanted.n + i
+            if place not in self._ended:
+                rest = one.tokens[self._told.get(place, 0) :]
+                for token in rest:
+                    yield from self.row(number, Row(0, i, token))
+                yield from self.row(number, Row(0, i, -1, kind=one.kind, matched=one.matched))
+
+    def closing(self) -> Iterator[dict[str, Json]]:
+        """Yield what stands after all tokens."""
+        if self._wanted.usage:
+            kind = "chat.completion.chunk" if self._wanted.in_chat else "text_completion"
+            yield {**self._head.of(kind, []), "usage": self.usage.shown()}
+
+    def _known(self, place: int, row: Row) -> Json:
+        if self._wanted.logprobs is None or row.logprob is None:
+            return None
+        rows = [(row.token, row.logprob, row.top)]
+        if self._wanted.in_chat:
+            return {"content": self._spelled.of_chat(rows), "refusal": None}
+        found = self._spelled.of_completion(rows, self._offsets.get(place, 0))
+        self._offsets[place] = self._offsets.get(place, 0) + len(self._spelled.text(row.token))
+        return found
+
+    def _piece(self, place: int, text: str, known: Json, ids: list[int]) -> dict[str, Json]:
+        beside = {"token_ids": ids} if self._wanted.ids else {}
+        if self._wanted.in_chat:
+            return self._chunk(place, {"delta": {"content": text}, "logprobs": known, **beside})
+        return self._chunk(place, {"text": text, "logprobs": known, **beside})
+
+    def _end(self, place: int, kind: str, matched: str | int | None) -> dict[str, Json]:
+        self._ended.add(place)
+        body: dict[str, Json] = {"delta": {}} if self._wanted.in_chat else {"text": ""}
+        return self._chunk(place, {**body, "logprobs": None, **reason(kind, matched)})
+
+    def _chunk(self, place: int, said: Mapping[str, Json]) -> dict[str, Json]:
+        kind = "chat.completion.chunk" if self._wanted.in_chat else "text_completion"
+        choice = {"index": place, "finish_reason": None, **said}
+        chunk = self._head.of(kind, [choice])
+        return {**chunk, "usage": None} if self._wanted.usage else chunk

@@ -1,0 +1,401 @@
+"""From the fields of a body to asks: which model, which ids, which keywords of `generate`."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from everystep.config import ChatDefaults
+from everystep.config.chat_defaults import MOST_NEW_TOKENS
+from everystep.config.named_strategies import is_named
+from everystep.errors import (
+    OversizeError,
+    RequestError,
+    TokenizerError,
+    UnknownArgumentError,
+    UnsupportedError,
+    nearest,
+    shown,
+)
+from everystep.server.fields import GENERATE, Json
+from everystep.server.messages import Ask, ModelFacts, ScoreAsk
+from everystep.text import Tokenizer
+
+_SHAPING = ("temperature", "top_k", "top_p", "min_p")
+_ROLES = ("developer", "system", "user", "assistant", "tool")
+_PARTS = ("text", "refusal")
+_USUAL_TOKENS = 16
+"""Tokens of a completion that names no length, as OpenAI has it."""
+
+
+class UnknownModelError(UnknownArgumentError):
+    """No model of the server has the name."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrontModel:
+    """The front's part of a model: its tokenizer, and what conversations mean to it."""
+
+    tokenizer: Tokenizer
+    chat: ChatDefaults
+
+
+@dataclass(frozen=True, slots=True)
+class Addressee:
+    """Who answers: a model, with an adapter or without one. `name`: as it was asked for."""
+
+    name: str
+    model: str
+    adapter: str | None
+    facts: ModelFacts
+    front: FrontModel
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose request it is: the digest of its key, None where there are no keys."""
+
+    key: str | None = None
+
+    def salt(self, own: str | None) -> str | None:
+        """Return what requests must have in common to share rows: the key, and their own salt."""
+        if self.key is None:
+            return own
+        return hashlib.sha256(f"{self.key}\0{own or ''}".encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request, read: what is asked of the engine, and the form of the answer.
+
+    `prompts`: ids and text of each; `keywords`: those of `generate`; `n`: answers per prompt;
+    `logprobs`: of how many best tokens, None for none; `nothing`: the prompt alone is wanted.
+    """
+
+    to: Addressee
+    prompts: tuple[tuple[list[int], str], ...]
+    keywords: Mapping[str, Json]
+    in_chat: bool
+    n: int = 1
+    stream: bool = False
+    usage: bool = False
+    echo: bool = False
+    logprobs: int | None = None
+    nothing: bool = False
+    ids: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def asks(self, numbers: list[int]) -> list[Ask]:
+        """Return what is asked of the engine, an ask per prompt."""
+        known, chat, stream = dict(self.keywords), self.in_chat, self.stream
+        pairs = zip(numbers, self.prompts, strict=True)
+        return [Ask(n, self.to.model, ids, known, chat, stream) for n, (ids, _) in pairs]
+
+    def respelled(self, text: str) -> str:
+        """Return an error's text with fields named as the request named them."""
+        for keyword, name in self.renamed.items():
+            text = re.sub(rf"(?<![-\w]){keyword}(?![-\w])", name, text)
+        return text
+
+
+def addressee(
+    name: str | None, facts: Mapping[str, ModelFacts], fronts: Mapping[str, FrontModel]
+) -> Addressee:
+    """Return who is meant; UnknownModelError for a name that nobody has."""
+    if name is None:
+        first = next(iter(facts))
+        return Addressee(first, first, None, facts[first], fronts[first])
+    for model, one in facts.items():
+        if name == model or name in one.adapters:
+            adapter = None if name == model else name
+            return Addressee(name, model, adapter, one, fronts[model])
+    known = [*facts, *(adapter for one in facts.values() for adapter in one.adapters)]
+    near = nearest(name, known)
+    raise UnknownModelError(
+        f"there is no model {name[:80]!r}",
+        wanted=", ".join(known[:8]),
+        do=f"Perhaps you meant {near}" if near else "Ask GET /v1/models",
+    )
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+
+def read_completion(given: Mapping[str, Json], to: Addressee, caller: Caller) -> Wanted:
+    """Return what a body of /v1/completions asks for."""
+    prompt = given["prompt"]
+    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    prompts = tuple(_ids(one, to) for one in (prompt if several else [prompt]))
+    echo, nothing = bool(given.get("echo")), given.get("max_tokens") == 0
+    if nothing and not echo:
+        raise RequestError(
+            "max_tokens=0 asks for nothing", wanted="echo with it", do="Set echo, or ask for tokens"
+        )
+    best = given.get("logprobs")
+    keywords, renamed = _keywords(given, to, caller)
+    if nothing:
+        keywords["max_new_tokens"] = 1  # which is left out: its row of logits is read anyway
+    elif not {"max_new_tokens", "max_length"} & set(keywords):
+        keywords["max_new_tokens"] = _USUAL_TOKENS
+    if best is not None:
+        keywords["logprobs"] = best
+        if echo:
+            keywords["prompt_logprobs"] = best
+    stream = bool(given.get("stream"))
+    if stream and echo and best is not None:
+        raise RequestError(
+            "a stream has no log-probabilities of its prompt",
+            got="stream, echo and logprobs",
+            do="Leave one of the three out",
+        )
+    return _wanted(given, to, prompts, keywords, renamed, best, nothing=nothing, echo=echo)
+
+
+def read_chat(given: Mapping[str, Json], to: Addressee, caller: Caller) -> Wanted:
+    """Return what a body of /v1/chat/completions asks for."""
+    best = given.get("top_logprobs")
+    if best is not None and not given.get("logprobs"):
+        raise RequestError("top_logprobs needs logprobs", wanted="logprobs true with it")
+    if given.get("logprobs"):
+        best = best or 0
+    begins = given.get("add_generation_prompt", True)
+    ids = render(given["messages"], to.front, begins=begins)
+    known = {name: one for name, one in given.items() if name not in ("logprobs", "top_logprobs")}
+    if (most := known.pop("max_completion_tokens", None)) is not None:
+        known["max_tokens"] = most
+    keywords, renamed = _keywords(known, to, caller)
+    if given.get("max_completion_tokens") is not None:
+        renamed["max_new_tokens"] = "max_completion_tokens"
+    keywords |= _format(given.get("response_format"), keywords)
+    if keywords.get("max_new_tokens") == 0:
+        raise RequestError("max_tokens=0 asks for nothing", do="Ask for tokens")
+    if best is not None:
+        keywords["logprobs"] = best
+    return _wanted(given, to, ((ids, ""),), keywords, renamed, best, in_chat=True)
+
+
+def _wanted(
+    given: Mapping[str, Json],
+    to: Addressee,
+    prompts: tuple[tuple[list[int], str], ...],
+    keywords: Mapping[str, Json],
+    renamed: Mapping[str, str],
+    best: int | None,
+    *,
+    in_chat: bool = False,
+    nothing: bool = False,
+    echo: bool = False,
+) -> Wanted:
+    stream, options = bool(given.get("stream")), given.get("stream_options")
+    if options is not None and not stream:
+        raise RequestError("stream_options are for streams", do="Set stream, or leave them out")
+    for name in options or {}:
+        if name not in ("include_usage", "include_obfuscation"):
+            raise UnknownArgumentError(f"stream_options have no field {name[:80]!r}")
+    vocabulary = to.facts.vocabulary
+    for ids, _ in prompts:
+        if any(one >= vocabulary for one in ids):
+            raise RequestError(
+                "the prompt has ids beyond the vocabulary", wanted=f"0 to {vocabulary - 1}"
+            )
+    n = int(keywords.get("num_return_sequences") or keywords.get("n_best") or 1)
+    within = _within_context(keywords, max(len(ids) for ids, _ in prompts), to.facts.context)
+    return Wanted(
+        to,
+        prompts,
+        within,
+        in_chat,
+        n,
+        stream,
+        bool((options or {}).get("include_usage")),
+        echo,
+        best,
+        nothing,
+        bool(given.get("return_token_ids")),
+        renamed,
+    )
+
+
+def _within_context(
+    keywords: Mapping[str, Json], longest: int, context: int | None
+) -> Mapping[str, Json]:
+    """Return the keywords with room for what they ask for; OversizeError where there is none.
+
+    A length that nobody named ends at the context.
+    """
+    if context is None:
+        return keywords
+    room, asked = context - longest, keywords.get("max_new_tokens")
+    if room < 1 or (isinstance(asked, int) and asked > room):
+        raise OversizeError(
+            "the prompt and what is asked for are longer than the context",
+            wanted=f"at most {context} tokens together",
+            got=f"{longest} of the prompt and {asked or 'more'} new ones",
+            do="Send a shorter prompt, or ask for fewer tokens",
+        )
+    named = asked is not None or keywords.get("max_length") is not None
+    usual = MOST_NEW_TOKENS if room > MOST_NEW_TOKENS else room
+    return keywords if named else {**keywords, "max_new_tokens": usual}
+
+
+def _ids(prompt: str | list[int], to: Addressee) -> tuple[list[int], str]:
+    """Return the ids and the text of a prompt."""
+    tokenizer = to.front.tokenizer
+    if isinstance(prompt, list):
+        return prompt, tokenizer.decode(prompt, skip_special_tokens=False)
+    ids = list(tokenizer.encode(prompt))
+    if not ids:
+        raise RequestError("the prompt is empty", wanted="a text with tokens, or ids")
+    return ids, prompt
+
+
+def render(messages: list[Json], front: FrontModel, *, begins: bool) -> list[int]:
+    """Return the ids of a conversation; RequestError for a message that cannot be read."""
+    for number, message in enumerate(messages):
+        _require_message(message, f"messages[{number}]")
+    if front.tokenizer.chat_template is None:
+        raise TokenizerError("the model has no chat template", do="Ask /v1/completions instead")
+    begun = front.chat.begun(messages)
+    ids = front.tokenizer.apply_chat_template(
+        begun, tokenize=True, add_generation_prompt=begins, return_dict=False
+    )
+    return list(ids)
+
+
+def _require_message(message: Mapping[str, Json], where: str) -> None:
+    role = message.get("role")
+    if role not in _ROLES:
+        wanted = ", ".join(_ROLES)
+        raise RequestError(f"{where}.role is impossible", wanted=wanted, got=shown(role)[:40])
+    for name in ("tool_calls", "function_call", "audio"):
+        if message.get(name):
+            raise UnsupportedError(f"{where}.{name} cannot be read yet", do="Leave it out")
+    content = message.get("content")
+    if content is not None and not isinstance(content, str | list):
+        got = type(content).__name__
+        raise RequestError(f"{where}.content is impossible", wanted="a text or parts", got=got)
+    for place, part in enumerate(content if isinstance(content, list) else ()):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _PARTS or not isinstance(part.get(kind), str):
+            raise RequestError(
+                f"{where}.content[{place}].type is impossible",
+                wanted="text, with a text",
+                got=shown(kind)[:40],
+                do="Send the text that is in it",
+            )
+
+
+def _format(asked: Json, keywords: Mapping[str, Json]) -> dict[str, Json]:
+    """Return the keywords that a `response_format` stands for."""
+    if asked is None:
+        return {}
+    kind = asked.get("type")
+    extra = [name for name in asked if name not in ("type", "json_schema")]
+    if kind not in ("text", "json_object", "json_schema") or extra:
+        raise RequestError(
+            "response_format is impossible",
+            wanted="type text, json_object, or json_schema with json_schema",
+            got=shown(extra or kind)[:80],
+        )
+    if kind == "text":
+        return {}
+    if taken := [name for name in ("schema", "regex", "grammar", "choices") if name in keywords]:
+        raise RequestError(f"response_format contradicts {taken[0]}", do="Leave one of them out")
+    if kind == "json_object":
+        return {"schema": {"type": "object"}}
+    described = asked.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if not isinstance(schema, dict):
+        got = shown(described)[:80]
+        raise RequestError("response_format.json_schema has no schema", wanted="an object", got=got)
+    return {"schema": schema}
+
+
+# --- keywords -------------------------------------------------------------------------------------
+
+
+def _keywords(
+    given: Mapping[str, Json], to: Addressee, caller: Caller
+) -> tuple[dict[str, Json], dict[str, str]]:
+    """Return the keywords of `generate` that fields stand for, and which of them were renamed."""
+    known = {one.name for one in GENERATE}
+    found = {name: one for name, one in given.items() if name in known}
+    renamed: dict[str, str] = {}
+    found.pop("logprobs", None)
+    names = (
+        ("max_tokens", "max_new_tokens"),
+        ("n", "num_return_sequences"),
+        ("stop", "stop_strings"),
+    )
+    for name, keyword in names:
+        if (value := given.get(name)) is None:
+            continue
+        if keyword in found:
+            raise RequestError(f"{name} and {keyword} are the same", do="Leave one of them out")
+        if name != "n" or value > 1:
+            found[keyword], renamed[keyword] = value, name
+    if "stop_strings" in found and not given.get("include_stop_str_in_output"):
+        found["trim_stop_strings"] = True
+    ends = list(given.get("stop_token_ids") or ())
+    if given.get("ignore_eos") or ends:
+        kept = [] if given.get("ignore_eos") else to.facts.ends
+        found["eos_token_id"] = [*kept, *ends] or None
+    if to.adapter is not None:
+        found["adapter_names"] = to.adapter
+    if "negative_prompt" in found:
+        found["negative_prompt"] = _negative(found["negative_prompt"], to)
+    _shape(found)
+    found.setdefault("seed", secrets.randbits(62))
+    if (salt := caller.salt(found.get("cache_salt"))) is not None:
+        found["cache_salt"] = salt
+    return found, renamed
+
+
+def _shape(found: dict[str, Json]) -> None:
+    """Let what shapes sampling turn it on; a temperature of 0 turns it off, and needs no more."""
+    strategy = found.get("strategy")
+    if strategy is not None:
+        if not is_named(strategy) and "temperature" in found:
+            return
+        if found.get("temperature") == 0:
+            raise RequestError("temperature=0 has no effect beside strategy", do="Leave it out")
+        return
+    if found.get("temperature") == 0 and not found.get("do_sample"):
+        for name in _SHAPING:
+            if name != "top_k" or not found.get("penalty_alpha"):
+                found.pop(name, None)
+        found["do_sample"] = False
+        return
+    shaping = [name for name in (*_SHAPING, "best_of") if found.get(name) is not None]
+    if found.get("penalty_alpha") and "top_k" in shaping:
+        shaping.remove("top_k")  # then it says how many candidates are compared
+    if shaping:
+        found.setdefault("do_sample", True)
+
+
+def _negative(prompt: Json, to: Addressee) -> list[int]:
+    if isinstance(prompt, list) and isinstance(prompt[0], dict):
+        return render(prompt, to.front, begins=True)
+    return _ids(prompt, to)[0]
+
+
+# --- scores ---------------------------------------------------------------------------------------
+
+
+def read_score(given: Mapping[str, Json], to: Addressee, number: int) -> ScoreAsk:
+    """Return what a body of /v1/everystep/score asks for."""
+    texts, tokenizer = given["texts"], to.front.tokenizer
+    several = isinstance(texts, list) and not isinstance(texts[0], int)
+    after = given.get("after")
+    before = None if after is None else _ids(after, to)[0]
+
+    def row(one: str | list[int]) -> list[int]:
+        if isinstance(one, list):
+            return one
+        return list(tokenizer.encode(one, add_special_tokens=before is None))
+
+    rows = [row(one) for one in (texts if several else [texts])]
+    return ScoreAsk(number, to.model, rows, before, given.get("best") or 0, to.adapter)

@@ -1,0 +1,68 @@
+"""The program of the engine's process: loads the models that it is told, and answers one front.
+
+Its only connection is a socket that it was started with. What it is to load comes as arguments, as
+JSON; it reads no other.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from everystep.api.load import load
+from everystep.server.host import EngineLimits, HostedModel, serve_connection
+
+
+class EngineOrders(msgspec.Struct, frozen=True):
+    """The orders of an engine: models by name, adapters of the first by name, and its limits."""
+
+    models: dict[str, str]
+    adapters: dict[str, str] = {}
+    quantize: str | None = "auto"
+    cache_dtype: str | None = None
+    offline: bool = False
+    threads: int | None = None
+    max_rows: int = 32
+    token_budget: int = 1024
+    max_positions: int | None = None
+
+    def limits(self) -> EngineLimits:
+        """Return the limits of its engines."""
+        return EngineLimits(self.max_rows, self.token_budget, self.max_positions)
+
+
+def hosted(orders: EngineOrders) -> Mapping[str, HostedModel]:
+    """Return the models, loaded, with their adapters."""
+    found = {}
+    for number, (name, path) in enumerate(orders.models.items()):
+        model, tokenizer = load(
+            path,
+            quantize=orders.quantize,  # type: ignore[arg-type]  # judged where it is used
+            cache_dtype=orders.cache_dtype,  # type: ignore[arg-type]
+            offline=orders.offline,
+        )
+        for adapter, folder in orders.adapters.items() if number == 0 else ():
+            model.load_adapter(Path(folder), adapter)
+        found[name] = HostedModel(model, tokenizer, orders.limits())
+    return found
+
+
+def main(descriptor: str, orders: str) -> None:
+    """Serve the front at the other end of this descriptor."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front's; it says when to end
+    read = msgspec.json.decode(orders, type=EngineOrders)
+    if read.threads is not None:
+        import torch
+
+        torch.set_num_threads(read.threads)
+    with socket.socket(fileno=int(descriptor)) as connection:
+        serve_connection(connection, hosted(read), read.limits())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,319 @@
+"""The engine's side: asks of the front come in, and what becomes of them goes out.
+
+One loop reads the socket and writes to it; asks are read by the threads of a `Desk`, and stepped by
+those of its drivers. Nothing that an ask brings is looked at in a thread that steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+import msgspec
+
+from everystep.api.model import LanguageModel
+from everystep.api.score import Score
+from everystep.api.score import score as score_texts
+from everystep.drivers.engine_thread import Desk, Submission
+from everystep.drivers.generated import Generated
+from everystep.drivers.session import KEPT, Session
+from everystep.engine import Continuous, Reuse
+from everystep.errors import CapacityError, OversizeError, RequestError, TokenizerError
+from everystep.outputs import TokenLogprobs
+from everystep.requests.options import Options
+from everystep.server.messages import (
+    OF_FRONT,
+    Ask,
+    Begun,
+    Ended,
+    Failed,
+    Known,
+    Leave,
+    ModelFacts,
+    Over,
+    Quit,
+    Ready,
+    Row,
+    ScoreAsk,
+    Scored,
+    ToEngine,
+    ToFront,
+    Tokens,
+    frame,
+    read_frame,
+)
+from everystep.stops.ends import moment
+from everystep.text import Tokenizer
+from everystep.types import Event, FinishReason
+
+_EVENTS = 256
+"""Events that may wait to be sent before a prompt is set aside."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Rows that are in use at once, and positions that a step feeds."""
+
+    max_rows: int = 32
+    token_budget: int = 1024
+    max_positions: int | None = None
+
+
+class HostedModel:
+    """A model of the engine with its tokenizer, and the desk where its prompts are handed in."""
+
+    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, limits: EngineLimits) -> None:
+        def scheduler() -> Continuous:
+            own = limits.token_budget, limits.max_rows, limits.max_positions
+            return Continuous(*own, reuse=Reuse(KEPT))
+
+        self.model, self.tokenizer = model, tokenizer
+        self.session = Session(
+            model, tokenizer, (), None, None, {}, gives_events=True, scheduler=scheduler
+        )
+        self.desk = Desk(self.session, None)  # the front bounds how many wait
+
+    def facts(self, name: str) -> ModelFacts:
+        """Return what the front needs to know of the model."""
+        ends = self.model.generation_config.eos_token_id
+        listed = [] if ends is None else [ends] if isinstance(ends, int) else [*ends]
+        return ModelFacts(
+            name,
+            list(self.model.adapters),
+            listed,
+            self.model.reach,
+            self.model.vocab_size,
+            self.model.runs_on,
+        )
+
+
+@dataclass(slots=True)
+class _Under:
+    """An ask under way: what was handed in, and how much of it has been told."""
+
+    ask: Ask
+    one: Submission
+    begun: bool = False
+
+
+class EngineHost:
+    """The server of one connection to a front, until it closes."""
+
+    def __init__(self, models: Mapping[str, HostedModel], limits: EngineLimits) -> None:
+        self._models, self._limits = models, limits
+        self._under: dict[int, _Under] = {}
+        self._noticed = asyncio.Event()
+        self._scoring = ThreadPoolExecutor(1, "everystep scores")
+
+    async def serve(self, connection: socket.socket) -> None:
+        """Answer asks until the front says so, or is gone; nothing is left inside then."""
+        self._loop = asyncio.get_running_loop()
+        reader, self._writer = await asyncio.open_connection(sock=connection)
+        facts = [one.facts(name) for name, one in self._models.items()]
+        self._send(Ready(facts, self._limits.max_rows, os.getpid()))
+        telling = asyncio.create_task(self._tell())
+        telling.add_done_callback(lambda _: self._writer.close())  # a defect ends the connection
+        try:
+            while (body := await read_frame(reader)) is not None:
+                message = OF_FRONT.decode(body)
+                if isinstance(message, Quit):
+                    break
+                self._take(message)
+        except msgspec.ValidationError:
+            return
+        finally:
+            telling.cancel()
+            for under in self._under.values():
+                under.one.leave()
+            self._scoring.shutdown(wait=False, cancel_futures=True)
+            await asyncio.gather(*(asyncio.to_thread(m.desk.join) for m in self._models.values()))
+            self._writer.close()
+
+    # --- in ---------------------------------------------------------------------------------------
+
+    def _take(self, message: Ask | ScoreAsk | Leave) -> None:
+        match message:
+            case Ask():
+                self._submit(message)
+            case ScoreAsk():
+                self._loop.run_in_executor(self._scoring, self._score, message)
+            case Leave():
+                if (under := self._under.pop(message.id, None)) is not None:
+                    under.one.leave()
+            case _:
+                assert_never(message)
+
+    def _submit(self, ask: Ask) -> None:
+        hosted, since = self._models[ask.model], moment()
+
+        def options() -> Options:
+            return hosted.session.asked(
+                ask.prompt, _as_keywords(ask.keywords), since, in_chat=ask.in_chat
+            )
+
+        def notice() -> None:
+            try:
+                self._loop.call_soon_threadsafe(self._noticed.set)
+            except RuntimeError:  # the loop has ended, and with it everybody who listened
+                return
+
+        most = _EVENTS if ask.streams else None
+        try:
+            one = hosted.desk.submit(ask.prompt, options, notice, most)
+        except Exception as error:
+            self._send(failed(ask.id, error))
+            return
+        self._under[ask.id] = _Under(ask, one)
+        self._noticed.set()
+
+    def _score(self, ask: ScoreAsk) -> None:
+        """Score rows, in a thread of its own."""
+        hosted = self._models[ask.model]
+        message: ToFront
+        try:
+            scores: list[Score] = score_texts(
+                hosted.model,
+                hosted.tokenizer,
+                ask.rows,
+                after=ask.after,
+                best=ask.best,
+                adapter_names=ask.adapter,
+            )
+            message = Scored(ask.id, [_known_of_score(one) for one in scores])
+        except Exception as error:
+            message = failed(ask.id, error)
+        self._loop.call_soon_threadsafe(self._send, message)
+
+    # --- out --------------------------------------------------------------------------------------
+
+    async def _tell(self) -> None:
+        """Send what is new, a message for all of it, whenever something is."""
+        while True:
+            await self._noticed.wait()
+            self._noticed.clear()
+            rows: list[Row] = []
+            over: list[ToFront] = []
+            for id, under in list(self._under.items()):
+                ended = under.one.over  # asked first, since the last event comes before it
+                rows += self._news(id, under)
+                if ended:
+                    del self._under[id]
+                    over.append(_outcome(id, under.one))
+            if rows:
+                self._send(Tokens(rows))
+            for message in over:
+                self._send(message)
+            await self._writer.drain()
+
+    def _news(self, id: int, under: _Under) -> list[Row]:
+        box = under.one.box
+        if box is None or not box.groups:
+            return []
+        if not under.begun:
+            under.begun = True
+            notices = under.one.answer().options.effective.notices
+            self._send(Begun(id, _strings(under.one), list(notices)))
+        rows = []
+        while under.ask.streams and box.events:
+            rows.append(_row(id, box.events.popleft()))
+        under.one.caught_up()
+        return rows
+
+    def _send(self, message: ToFront) -> None:
+        self._writer.write(frame(message))
+
+
+def serve_connection(
+    connection: socket.socket, models: Mapping[str, HostedModel], limits: EngineLimits
+) -> None:
+    """Answer a front's asks, in the thread that calls this, until it closes."""
+    asyncio.run(EngineHost(models, limits).serve(connection))
+
+
+def _as_keywords(sent: Mapping[str, object]) -> dict[str, object]:
+    """Return keywords as `generate` takes them."""
+    given = dict(sent)
+    bias = given.get("logit_bias")
+    if isinstance(bias, dict):
+        given["logit_bias"] = {int(key): value for key, value in bias.items()}
+    return given
+
+
+def _strings(one: Submission) -> list[str]:
+    requests = () if one.box is None else one.box.requests
+    trim = one.answer().trim(requests[0]) if requests else None
+    return [] if trim is None else list(trim[0])
+
+
+def _row(id: int, event: Event) -> Row:
+    top = None if event.top_logprobs is None else list(event.top_logprobs)
+    if event.finish is None:
+        return Row(id, event.index, event.token, event.logprob, top)
+    kind, matched = _said(event.finish)
+    return Row(id, event.index, event.token, event.logprob, top, kind, matched)
+
+
+def _said(reason: FinishReason) -> tuple[str, str | int | None]:
+    """Return the kind of an end and what matched, where that is a text or an id."""
+    matched = reason.matched
+    if reason.kind == "error":
+        return "error", str(matched)
+    return reason.kind, matched if isinstance(matched, str | int) else None
+
+
+def _outcome(id: int, one: Submission) -> ToFront:
+    """Return what an ask that is over became."""
+    try:
+        group = one.group()
+        if group.error is not None:
+            raise group.error
+        reply = replace(one.answer(), tokenizer=None)  # the front makes the texts
+        return Over(id, [_ended(result) for result in reply.generated(group)])
+    except Exception as error:
+        return failed(id, error)
+
+
+def _ended(result: Generated) -> Ended:
+    kind, matched = _said(result.finish_reason)
+    return Ended(
+        list(result.tokens),
+        kind,
+        matched,
+        float(result.score),
+        result.prompt_tokens,
+        result.cached_tokens,
+        None if result.logprobs is None else _known(result.logprobs),
+        None if result.prompt_logprobs is None else _known(result.prompt_logprobs, 1),
+    )
+
+
+def _known(found: TokenLogprobs | Score, first: int = 0) -> Known:
+    return Known(
+        found.tokens.tolist(),
+        found.logprobs.tolist(),
+        found.top_tokens.tolist(),
+        found.top_logprobs.tolist(),
+        first,
+    )
+
+
+def _known_of_score(found: Score) -> Known:
+    return _known(found)
+
+
+def failed(id: int, error: Exception) -> Failed:
+    """Return what the front is told of an error, with the status that says whose it is."""
+    status = 500
+    if isinstance(error, OversizeError | RequestError | TokenizerError):
+        status = 400
+    elif isinstance(error, CapacityError):
+        status = 429
+    return Failed(id, status, str(error)[:2000] or type(error).__name__)
+
+
+__all__ = ["EngineHost", "EngineLimits", "HostedModel", "ToEngine", "serve_connection"]

@@ -1,0 +1,359 @@
+"""The front's side: one connection to an engine, which may die and is started again.
+
+An ask lives until it is over, whatever happens to the engine: its draws are keyed by a seed, so it
+is asked again of the next engine, and what was told already is left out. An ask that two engines
+died with is given up, since it may be why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from everystep.errors import CapacityError, EverystepError, FormatError
+from everystep.server.engine_process import EngineOrders
+from everystep.server.host import EngineLimits, HostedModel, serve_connection
+from everystep.server.messages import (
+    OF_ENGINE,
+    Ask,
+    Begun,
+    Failed,
+    Leave,
+    ModelFacts,
+    Over,
+    Quit,
+    Ready,
+    Row,
+    ScoreAsk,
+    Scored,
+    Tokens,
+    frame,
+    read_frame,
+)
+
+log = logging.getLogger("everystep.server")
+
+_FATAL = 2
+"""Deaths of an engine after which an ask that was under way is given up."""
+_LONGEST_PAUSE = 10.0
+News = Row | Begun | Over | Scored | Failed
+
+
+class EngineGone(EverystepError, RuntimeError):
+    """The engine has died, or is not there yet."""
+
+
+class Mooring(Protocol):
+    """A place where an engine is started: in a process of its own, or in a thread."""
+
+    @abstractmethod
+    def start(self) -> socket.socket:
+        """Start an engine and return this end of its connection."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the engine, if it has not ended by itself; return when it has."""
+
+
+class ProcessMooring(Mooring):
+    """An engine in a process of its own, which inherits its end of a socketpair."""
+
+    def __init__(self, orders: EngineOrders) -> None:
+        self._orders = orders
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The number of the process, None before the first."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            orders = msgspec.json.encode(self._orders).decode()
+            command = [sys.executable, "-m", "everystep.server.engine_process"]
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno()), orders],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        return ours
+
+    def end(self) -> None:
+        if (process := self._process) is None:
+            return
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+class ThreadMooring(Mooring):
+    """An engine in a thread of this process, for tests and notebooks: the same messages."""
+
+    def __init__(
+        self, models: Callable[[], Mapping[str, HostedModel]], limits: EngineLimits
+    ) -> None:
+        self._models, self._limits = models, limits
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        arguments = theirs, self._models(), self._limits
+        self._thread = threading.Thread(
+            target=serve_connection, args=arguments, name="everystep host", daemon=True
+        )
+        self._thread.start()
+        return ours
+
+    def end(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+
+@dataclass(slots=True)
+class Asking:
+    """An ask under way, as the front sees it: what has come of it and was not taken.
+
+    `told`: how many tokens of each sequence the reader was given; a further engine's first so many
+    are left out.
+    """
+
+    ask: Ask | ScoreAsk
+    news: asyncio.Queue[News] = field(default_factory=asyncio.Queue)
+    waiting: bool = True
+    deaths: int = 0
+    told: Counter[int] = field(default_factory=Counter)
+    seen: Counter[int] = field(default_factory=Counter)
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def size(self) -> int:
+        """The number of its prompt's ids."""
+        ask = self.ask
+        return len(ask.prompt) if isinstance(ask, Ask) else sum(map(len, ask.rows))
+
+    def tell(self, message: News) -> None:
+        """Hand a message to the reader, unless an earlier engine's was the same."""
+        if isinstance(message, Row):
+            self.seen[message.index] += 1
+            if self.seen[message.index] <= self.told[message.index]:
+                return
+            self.told[message.index] += 1
+        if isinstance(message, Begun):
+            again, self.waiting = not self.waiting, False
+            if again:
+                return
+        self.news.put_nowait(message)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """Asks, and ids of their prompts, that may wait for the engine."""
+
+    requests: int = 256
+    positions: int = 1 << 20
+
+
+class EngineLink:
+    """The engine, as the front knows it.
+
+    `models`: those it has said that it serves, by name, once `ready` is true.
+    """
+
+    def __init__(self, mooring: Mooring, limits: QueueLimits | None = None) -> None:
+        self._mooring, self._limits = mooring, limits or QueueLimits()
+        self._asking: dict[int, Asking] = {}
+        self._number = 0
+        self._writer: asyncio.StreamWriter | None = None
+        self._closing = False
+        self._ready = asyncio.Event()
+        self._seconds = 1.0  # of an ask, the mean of the last ones
+        self.rows = 1
+        self.restarts = 0
+        self.process: int | None = None
+        self.models: dict[str, ModelFacts] = {}
+
+    @property
+    def ready(self) -> bool:
+        """True while an engine takes asks."""
+        return self._ready.is_set()
+
+    @property
+    def running(self) -> int:
+        """The number of asks that have begun."""
+        return sum(not one.waiting for one in self._asking.values())
+
+    @property
+    def waiting(self) -> int:
+        """The number of asks that have not begun."""
+        return sum(one.waiting for one in self._asking.values())
+
+    def pause(self) -> int:
+        """Return after how many seconds a place in the line is likely to be free."""
+        return max(1, min(60, round(self._seconds * (1 + self.waiting) / self.rows)))
+
+    async def start(self) -> None:
+        """Start the engine, and keep one running from now on; return when it is ready.
+
+        EngineGone if it ends before that.
+        """
+        self._keeping = asyncio.create_task(self._keep())
+        waiting = asyncio.create_task(self._ready.wait())
+        await asyncio.wait((self._keeping, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if not self.ready:
+            waiting.cancel()
+            await self.close()
+            raise EngineGone("the engine did not start", do="Its own error is above")
+
+    async def wait_ready(self, seconds: float) -> bool:
+        """Return whether the engine is ready, within so many seconds."""
+        try:
+            await asyncio.wait_for(self._ready.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """End the engine; what is under way fails."""
+        self._closing = True
+        if self._writer is not None:
+            self._writer.write(frame(Quit()))
+            self._writer.close()
+        await asyncio.gather(self._keeping, return_exceptions=True)
+        self._fail_all("the server has been stopped", always=True)
+
+    # --- asks -------------------------------------------------------------------------------------
+
+    def next_number(self) -> int:
+        """Return a number that no ask has."""
+        self._number += 1
+        return self._number
+
+    def require_room(self, positions: int, more: int = 1) -> None:
+        """Raise CapacityError if so many more asks, of so many ids, are too many to wait."""
+        waiting = self.waiting
+        line = sum(one.size for one in self._asking.values() if one.waiting)
+        if waiting + more > self._limits.requests and waiting:
+            wanted = f"at most {self._limits.requests}"
+            raise CapacityError("too many requests wait", wanted=wanted, got=waiting + more)
+        if line + positions > self._limits.positions and waiting:
+            wanted = f"at most {self._limits.positions} tokens"
+            raise CapacityError("too many prompts wait", wanted=wanted, got=line + positions)
+
+    async def follow(self, ask: Ask | ScoreAsk) -> AsyncGenerator[News, None]:
+        """Yield what becomes of an ask, `Over`, `Scored` or `Failed` last.
+
+        Leaving the iterator ends the ask.
+        """
+        one = self._asking[ask.id] = Asking(ask)
+        try:
+            self._send(ask)
+            while True:
+                message = await one.news.get()
+                yield message
+                if isinstance(message, Over | Scored | Failed):
+                    return
+        finally:
+            if self._asking.pop(ask.id, None) is not None:
+                self._send(Leave(ask.id))
+
+    def _send(self, message: Ask | ScoreAsk | Leave) -> None:
+        """Write a message where an engine is there; asks are sent to the next one otherwise."""
+        if self._writer is not None:
+            self._writer.write(frame(message))
+
+    # --- the engine -------------------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        """Keep an engine running; one that never was ready is not started again."""
+        pause, was_ready = 0.1, False
+        while not self._closing:
+            started = time.monotonic()
+            connection = await asyncio.to_thread(self._mooring.start)
+            reader, writer = await asyncio.open_connection(sock=connection)
+            try:
+                await self._converse(reader, writer)
+            except (msgspec.DecodeError, FormatError) as error:
+                log.error("the engine said what cannot be read: %s", error)
+            finally:
+                was_ready = was_ready or self.ready
+                self._ready.clear()
+                self._writer = None
+                writer.close()
+                await asyncio.to_thread(self._mooring.end)
+            if self._closing or not was_ready:
+                return
+            self.restarts += 1
+            log.error("the engine has died; it is started again")
+            self._give_up_fatal()
+            lived = time.monotonic() - started
+            pause = 0.1 if lived > 30 else min(pause * 2, _LONGEST_PAUSE)
+            await asyncio.sleep(pause)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while (body := await read_frame(reader)) is not None:
+            message = OF_ENGINE.decode(body)
+            if isinstance(message, Ready):
+                self._meet(message, writer)
+            else:
+                self._hand_on(message)
+
+    def _meet(self, message: Ready, writer: asyncio.StreamWriter) -> None:
+        """Take a new engine, and ask it what the last one had not ended."""
+        self.models = {one.name: one for one in message.models}
+        self.rows, self.process, self._writer = message.rows, message.process, writer
+        for one in self._asking.values():
+            one.seen.clear()
+            self._send(one.ask)
+        self._ready.set()
+
+    def _hand_on(self, message: Tokens | Begun | Over | Scored | Failed) -> None:
+        if isinstance(message, Tokens):
+            for row in message.rows:
+                if (one := self._asking.get(row.id)) is not None:
+                    one.tell(row)
+            return
+        if (one := self._asking.get(message.id)) is None:
+            return
+        if isinstance(message, Over | Scored | Failed):
+            del self._asking[message.id]
+            self._seconds += 0.1 * (time.monotonic() - one.since - self._seconds)
+        one.tell(message)
+
+    def _give_up_fatal(self) -> None:
+        """Fail what several engines died with, and what cannot be done again alike."""
+        for one in self._asking.values():
+            one.deaths += not one.waiting or isinstance(one.ask, ScoreAsk)
+        self._fail_all("the engine died while it worked on this", always=False)
+
+    def _fail_all(self, text: str, *, always: bool) -> None:
+        for id, one in list(self._asking.items()):
+            if always or one.deaths >= _FATAL or (one.deaths and not repeats(one.ask)):
+                del self._asking[id]
+                one.tell(Failed(id, 503, text))
+
+
+def repeats(ask: Ask | ScoreAsk) -> bool:
+    """Return whether an ask gives the same when it is asked again: its draws are keyed by a seed,
+    and no clock ends it."""
+    if isinstance(ask, ScoreAsk):
+        return True
+    timed = any(ask.keywords.get(name) is not None for name in ("timeout", "max_time"))
+    return not timed and ask.keywords.get("seed") is not None
+
+
+__all__ = ["EngineGone", "EngineLink", "ProcessMooring", "ThreadMooring"]

@@ -1,0 +1,82 @@
+"""A server inside of a program, for notebooks and tests: front and engine in threads of it.
+
+Both exchange the messages of two processes, over a socket pair, so that nothing but the process
+differs from `everystep serve`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import uvicorn
+
+from everystep.api.model import LanguageModel
+from everystep.server.application import Front, FrontSettings
+from everystep.server.asking import FrontModel
+from everystep.server.host import EngineLimits, HostedModel
+from everystep.server.link import EngineLink, QueueLimits, ThreadMooring
+from everystep.server.listener import Listener
+from everystep.text import Tokenizer
+
+
+@contextmanager
+def serving(
+    models: Mapping[str, tuple[LanguageModel, Tokenizer]],
+    *,
+    settings: FrontSettings | None = None,
+    limits: EngineLimits | None = None,
+    queue: QueueLimits | None = None,
+    port: int = 0,
+) -> Iterator[str]:
+    """Serve these models by name on this machine while the body runs; the value is the address.
+
+    `port`: 0 for any that is free.
+    """
+    own = limits or EngineLimits()
+
+    def hosted() -> Mapping[str, HostedModel]:
+        return {name: HostedModel(*one, own) for name, one in models.items()}
+
+    fronts = {name: FrontModel(two, one.chat_defaults) for name, (one, two) in models.items()}
+    link = EngineLink(ThreadMooring(hosted, own), queue)
+    with listening(Front(link, fronts, settings), port) as bound:
+        yield f"http://127.0.0.1:{bound}"
+
+
+@contextmanager
+def listening(front: Front, port: int = 0) -> Iterator[int]:
+    """Start the engine of a front and listen for it on loopback while the body runs; the value is
+    the port. Nothing is left afterwards."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="everystep front", daemon=True)
+    thread.start()
+    config = uvicorn.Config(
+        front.application, "127.0.0.1", port, log_config=None, lifespan="off", server_header=False
+    )
+    listener = Listener(config)
+
+    async def start() -> asyncio.Task[None]:
+        await front.link.start()
+        task = asyncio.create_task(listener.serve())
+        while not (listener.started or task.done()):
+            await asyncio.sleep(0.005)
+        return task
+
+    async def stop(task: asyncio.Task[None]) -> None:
+        listener.should_exit = True
+        await asyncio.gather(task, return_exceptions=True)
+        await front.link.close()
+
+    try:
+        task = asyncio.run_coroutine_threadsafe(start(), loop).result()
+        try:
+            yield listener.servers[0].sockets[0].getsockname()[1]
+        finally:
+            asyncio.run_coroutine_threadsafe(stop(task), loop).result()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

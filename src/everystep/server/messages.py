@@ -1,0 +1,176 @@
+"""Messages between the front and the engine: typed, of bounded size, and nothing but data.
+
+A message is a frame: its length in four bytes, and msgpack. What cannot be read as one of these
+types ends the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from everystep.errors import FormatError
+
+MOST_BYTES = 1 << 27
+"""Bytes of a frame at most."""
+_HEAD = 4
+
+
+class Ask(msgspec.Struct, tag=True, frozen=True):
+    """A prompt for a model: its ids, the keywords of `generate` beside it, and whether it was a
+    conversation. `streams`: whether its tokens are told as they come."""
+
+    id: int
+    model: str
+    prompt: list[int]
+    keywords: dict[str, Any]
+    in_chat: bool = False
+    streams: bool = False
+    seconds: float | None = None
+
+
+class ScoreAsk(msgspec.Struct, tag=True, frozen=True):
+    """Rows of ids that are to be scored, after the same ids or after none."""
+
+    id: int
+    model: str
+    rows: list[list[int]]
+    after: list[int] | None
+    best: int
+    adapter: str | None = None
+
+
+class Leave(msgspec.Struct, tag=True, frozen=True):
+    """Nobody waits for this ask any more."""
+
+    id: int
+
+
+class Quit(msgspec.Struct, tag=True, frozen=True):
+    """The engine is to end."""
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """The facts of a model that the front needs: its name, adapters, ids that end a text, context
+    and vocabulary, and which executor runs it."""
+
+    name: str
+    adapters: list[str]
+    ends: list[int]
+    context: int | None
+    vocabulary: int
+    executor: str
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The engine has loaded its models and takes asks."""
+
+    models: list[ModelFacts]
+    rows: int
+    process: int
+
+
+class Known(msgspec.Struct, frozen=True):
+    """The likelihood of tokens where they stood: ids, log-probabilities, the best of each place.
+
+    `first`: the place of the first one in its row.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    top_tokens: list[list[int]]
+    top_logprobs: list[list[float]]
+    first: int = 0
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """A token of a sequence as it is settled; -1 for none. `kind`, `matched`: how the sequence
+    ends, where it does."""
+
+    id: int
+    index: int
+    token: int
+    logprob: float | None = None
+    top: list[tuple[int, float]] | None = None
+    kind: str | None = None
+    matched: str | int | None = None
+
+
+class Tokens(msgspec.Struct, tag=True, frozen=True):
+    """All that the last steps settled."""
+
+    rows: list[Row]
+
+
+class Begun(msgspec.Struct, tag=True, frozen=True):
+    """An ask has left the line. `strings`: those that its texts lose where they end. `notices`:
+    what was asked for without effect."""
+
+    id: int
+    strings: list[str]
+    notices: list[str] = []
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """One continuation of an ask."""
+
+    tokens: list[int]
+    kind: str
+    matched: str | int | None
+    score: float
+    prompt_tokens: int
+    cached_tokens: int
+    known: Known | None = None
+    known_prompt: Known | None = None
+
+
+class Over(msgspec.Struct, tag=True, frozen=True):
+    """An ask has ended with these continuations."""
+
+    id: int
+    results: list[Ended]
+
+
+class Scored(msgspec.Struct, tag=True, frozen=True):
+    """Rows have been scored."""
+
+    id: int
+    rows: list[Known]
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """An ask has failed: the status of HTTP that says so, and the text of the error."""
+
+    id: int
+    status: int
+    text: str
+
+
+ToEngine = Ask | ScoreAsk | Leave | Quit
+ToFront = Ready | Begun | Tokens | Over | Scored | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+OF_FRONT: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+OF_ENGINE: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
+
+
+def frame(message: ToEngine | ToFront) -> bytes:
+    """Return the bytes of a message; FormatError if they are too many."""
+    body = _encoder.encode(message)
+    if len(body) > MOST_BYTES:
+        raise FormatError("a message is too long", wanted=f"at most {MOST_BYTES}", got=len(body))
+    return len(body).to_bytes(_HEAD, "big") + body
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
+    """Return the bytes of the next message, None at the end; FormatError for one that is too
+    long."""
+    try:
+        size = int.from_bytes(await reader.readexactly(_HEAD), "big")
+        if size > MOST_BYTES:
+            raise FormatError("a message is too long", wanted=f"at most {MOST_BYTES}", got=size)
+        return await reader.readexactly(size)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None

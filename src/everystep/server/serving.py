@@ -1,0 +1,131 @@
+"""Serving until somebody says stop: the listener, the engine's process, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import uvicorn
+
+from everystep.errors import RequestError
+from everystep.server.application import Front
+from everystep.server.link import EngineLink, ProcessMooring
+from everystep.server.listener import Listener
+from everystep.server.settings import ServeSettings, front_model
+
+log = logging.getLogger("everystep.server")
+
+_KEEP_ALIVE = 75
+"""Seconds that an idle connection stays: longer than proxies keep theirs."""
+
+
+def bound(settings: ServeSettings) -> socket.socket:
+    """Return the listening socket; RequestError where the address cannot be had."""
+    if settings.uds is not None:
+        found = socket.socket(socket.AF_UNIX)
+        with suppress(FileNotFoundError):
+            if Path(settings.uds).is_socket():
+                Path(settings.uds).unlink()
+        address: str | tuple[str, int] = settings.uds
+    else:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        found = socket.socket(family)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        address = settings.host, settings.port
+    try:
+        found.bind(address)
+        found.listen(512)
+    except OSError as error:
+        found.close()
+        do = "Give another --port, or end what uses it"
+        raise RequestError("the address cannot be had", got=f"{address}: {error}", do=do) from error
+    found.set_inheritable(False)
+    return found
+
+
+async def serve(settings: ServeSettings, tell: Callable[[str, str], None]) -> None:
+    """Serve until SIGTERM or SIGINT, then take nothing new, wait for what is under way, and end.
+
+    `tell`: called with the address and the first model's name once requests are taken.
+    """
+    front_settings = settings.front()
+    sources = settings.sources()
+    fronts = {
+        name: await asyncio.to_thread(front_model, source, offline=settings.offline)
+        for name, source in sources.items()
+    }
+    listening = bound(settings)
+    link = EngineLink(ProcessMooring(settings.orders(sources)), settings.queue())
+    front = Front(link, fronts, front_settings)
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for one in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(one, _stop, stopping, front)
+    try:
+        starting = asyncio.ensure_future(link.start())
+        stop = asyncio.create_task(stopping.wait())
+        await asyncio.wait((starting, stop), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            return
+        await starting
+        await _listen(settings, front, listening, stopping, tell)
+    finally:
+        listening.close()
+        await link.close()
+
+
+async def _listen(
+    settings: ServeSettings,
+    front: Front,
+    listening: socket.socket,
+    stopping: asyncio.Event,
+    tell: Callable[[str, str], None],
+) -> None:
+    config = uvicorn.Config(
+        front.application,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE,
+        timeout_graceful_shutdown=5,
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
+    )
+    listener = Listener(config)
+    running = asyncio.create_task(listener.serve([listening]))
+    while not listener.started and not running.done():
+        await asyncio.sleep(0.01)
+    tell(address(settings, listening), next(iter(front.link.models)))
+    stop = asyncio.create_task(stopping.wait())
+    await asyncio.wait((running, stop), return_when=asyncio.FIRST_COMPLETED)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(settings.drain_seconds):
+            while front.open:
+                await asyncio.sleep(0.02)
+    listener.should_exit = True
+    await running
+
+
+def address(settings: ServeSettings, listening: socket.socket) -> str:
+    """Return where the server is reached."""
+    if settings.uds is not None:
+        return f"unix:{settings.uds}"
+    host, port = listening.getsockname()[:2]
+    scheme = "http" if settings.tls_certificate is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _stop(stopping: asyncio.Event, front: Front) -> None:
+    """Begin the end; a second signal ends at once, by the signal's own default."""
+    front.draining = True
+    stopping.set()
+    loop = asyncio.get_running_loop()
+    for one in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(one)

@@ -1,0 +1,137 @@
+"""The settings of a server: from a TOML file, and from the command line, which goes before it."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from everystep.config import chat_defaults_of
+from everystep.errors import (
+    FormatError,
+    MissingFileError,
+    RequestError,
+    UnknownArgumentError,
+    nearest,
+)
+from everystep.files.gguf import read_gguf
+from everystep.files.sources import DEFAULT_MODEL, resolve_source
+from everystep.server.access import Hosts, Keys, digest_of, is_loopback, read_keys
+from everystep.server.application import FrontSettings
+from everystep.server.asking import FrontModel
+from everystep.server.engine_process import EngineOrders
+from everystep.server.link import QueueLimits
+from everystep.text import Tokenizer
+
+
+class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Every setting of `everystep serve`; a TOML file has them by these names.
+
+    `model`: what is served; `models`: further ones by name; `adapters`: folders by name, of the
+    first model. `key_files`: digests of keys, a line each. `public_without_key`: serve everybody on
+    a public address. `drain_seconds`: what a stop waits for.
+    """
+
+    model: str = DEFAULT_MODEL
+    models: dict[str, str] = {}
+    adapters: dict[str, str] = {}
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    api_keys: list[str] = []
+    key_files: list[str] = []
+    allow_hosts: list[str] = []
+    allow_origins: list[str] = []
+    public_without_key: bool = False
+    max_rows: int = 32
+    token_budget: int = 1024
+    max_positions: int | None = None
+    max_waiting: int = 256
+    max_waiting_tokens: int = 1 << 20
+    deadline: float | None = None
+    drain_seconds: float = 30.0
+    quantize: str | None = "auto"
+    cache_dtype: str | None = None
+    threads: int | None = None
+    offline: bool = False
+
+    def sources(self) -> dict[str, str]:
+        """Return what is served, by name: the model first, by the last part of its source."""
+        if self.models and self.model == DEFAULT_MODEL:
+            return dict(self.models)
+        name = self.model.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
+        return {name or self.model: self.model, **self.models}
+
+    def orders(self, sources: Mapping[str, str]) -> EngineOrders:
+        """Return what the engine is told."""
+        return EngineOrders(
+            models=dict(sources),
+            adapters=self.adapters,
+            quantize=self.quantize,
+            cache_dtype=self.cache_dtype,
+            offline=self.offline,
+            threads=self.threads,
+            max_rows=self.max_rows,
+            token_budget=self.token_budget,
+            max_positions=self.max_positions,
+        )
+
+    def queue(self) -> QueueLimits:
+        """Return how much may wait."""
+        return QueueLimits(self.max_waiting, self.max_waiting_tokens)
+
+    def front(self) -> FrontSettings:
+        """Return how the front serves; RequestError where everybody could ask unasked."""
+        digests = [digest_of(key) for key in self.api_keys]
+        digests += [digest for path in self.key_files for digest in read_keys(Path(path))]
+        public = self.uds is None and not is_loopback(self.host)
+        if public and not digests and not self.public_without_key:
+            raise RequestError(
+                "the address is public, and there is no key",
+                wanted="a key, or an address of this machine alone",
+                got=f"host {self.host}",
+                do="Give --api-key or --key-file, or --public-without-key if everybody may ask",
+            )
+        return FrontSettings(
+            keys=Keys(digests),
+            hosts=Hosts(self.allow_hosts),
+            origins=tuple(self.allow_origins),
+            deadline=self.deadline,
+        )
+
+
+def read_settings(path: Path | None, said: Mapping[str, Any]) -> ServeSettings:
+    """Return the settings of a file, and before them those that were said."""
+    found: dict[str, Any] = {}
+    if path is not None:
+        try:
+            found = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise MissingFileError(f"there is no file {path}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise FormatError(f"{path} is no TOML", got=str(error)) from error
+    known = ServeSettings.__struct_fields__
+    for name in found:
+        if name not in known:
+            near = nearest(name, known)
+            do = f"Perhaps you meant {near}" if near else f"Settings are {', '.join(known)}"
+            raise UnknownArgumentError(f"{path} has an unknown setting {name!r}", do=do)
+    try:
+        return msgspec.convert({**found, **said}, ServeSettings)
+    except msgspec.ValidationError as error:
+        raise RequestError("a setting is impossible", got=str(error)) from error
+
+
+def front_model(source: str, *, offline: bool) -> FrontModel:
+    """Return what the front has of a model: its tokenizer alone is read."""
+    local = resolve_source(source, offline=offline)
+    if local.is_dir():
+        tokenizer = Tokenizer.from_folder(local)
+    else:
+        tokenizer = Tokenizer.from_gguf(read_gguf(local).metadata)
+    return FrontModel(tokenizer, chat_defaults_of(source))

@@ -1,0 +1,76 @@
+"""`everystep serve`: what it refuses before it loads anything, and how it starts and ends."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from everystep.errors import EverystepError
+from everystep.server.settings import ServeSettings, read_settings
+from everystep.testing.models import tiny_llama
+from everystep.testing.tokenizer import tiny_tokenizer
+from tests.cli.running import Caller, everystep
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["--host", "0.0.0.0"], "--public-without-key"),
+        (["--model", "tiny"], "NAME=VALUE"),
+        (["--model", "a=b", "--model", "a=c"], "given twice"),
+        (["--port", "99999999"], "address"),
+        (["--settings", "nowhere.toml"], "nowhere.toml"),
+        (["--key-file", "nowhere"], "nowhere"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_once(call: Caller, line: list[str], said: str) -> None:
+    outcome = call("serve", "./nothing-here", *line)
+    assert outcome.code in (1, 2)
+    assert said in outcome.err or "nothing-here" in outcome.err
+
+
+def test_a_file_of_settings(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('model = "x/y.gguf"\nport = 9\nmax_rows = 4\n[adapters]\na = "b"\n')
+    read = read_settings(file, {"port": 10})
+    assert (read.port, read.max_rows, read.adapters) == (10, 4, {"a": "b"})
+    assert read.sources() == {"y": "x/y.gguf"}
+    for text, said in (("max_row = 4", "max_rows"), ("port = 'x'", "port"), ("port =", "TOML")):
+        file.write_text(text)
+        with pytest.raises(EverystepError, match=said):
+            read_settings(file, {})
+    assert ServeSettings(models={"a": "b"}).sources() == {"a": "b"}
+    assert [*ServeSettings(model="m", models={"a": "b"}).sources()] == ["m", "a"]
+
+
+def test_a_server_starts_answers_drains_and_ends(tmp_path: Path) -> None:
+    tiny_llama(vocab_size=320, max_position_embeddings=4096).save_pretrained(tmp_path / "tiny")
+    tiny_tokenizer(320).save_pretrained(tmp_path / "tiny")
+    command = everystep("serve", str(tmp_path / "tiny"), "--port", "0", "--threads", "1")
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None and program.stderr is not None
+        errors = program.stderr
+        threading.Thread(target=errors.read, daemon=True).start()
+        first = program.stdout.readline()
+        found = re.fullmatch(r"serving tiny on (http://127\.0\.0\.1:\d+)\n", first)
+        assert found, first
+        with httpx.Client(base_url=found[1], timeout=60) as client:
+            body = {"prompt": "hello", "max_tokens": 100, "ignore_eos": True, "stream": True}
+            with client.stream("POST", "/v1/completions", json=body) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                program.send_signal(signal.SIGTERM)
+                assert [*lines][-2:] == ["data: [DONE]", ""], "what is under way comes to its end"
+        deadline = time.monotonic() + 60
+        while program.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert program.returncode == 0

@@ -1,0 +1,83 @@
+"""Servers under test: a tiny model behind the application, on loopback or called by hand."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from everystep.api.model import LanguageModel
+from everystep.server.application import Front, FrontSettings
+from everystep.server.asking import FrontModel
+from everystep.server.host import EngineLimits, HostedModel
+from everystep.server.link import EngineLink, Mooring, QueueLimits, ThreadMooring
+from everystep.server.local import listening
+from everystep.testing.models import tiny_llama
+from everystep.testing.tokenizer import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer(320)
+LIMITS = EngineLimits(max_rows=16)
+PATIENCE = 120
+
+
+@functools.cache
+def tiny() -> LanguageModel:
+    """A model whose vocabulary is that of the tokenizer; nobody changes it."""
+    return tiny_llama(vocab_size=320, max_position_embeddings=4096)
+
+
+def in_thread(model: LanguageModel | None = None) -> ThreadMooring:
+    """An engine in a thread, that serves the model as "tiny"."""
+    own = model or tiny()
+    return ThreadMooring(lambda: {"tiny": HostedModel(own, TOKENIZER, LIMITS)}, LIMITS)
+
+
+class Served:
+    """A server that listens on loopback. `url`: where; `front`: what it consists of."""
+
+    def __init__(self, front: Front, port: int) -> None:
+        self.front, self.port = front, port
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        """The answer to a body."""
+        return self.client.post(path, json=body)
+
+    def completion(self, **body: Any) -> Any:
+        """The JSON of a completion that succeeds."""
+        answer = self.post("/v1/completions", **body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+@contextmanager
+def served(
+    mooring: Mooring | None = None,
+    settings: FrontSettings | None = None,
+    queue: QueueLimits | None = None,
+) -> Iterator[Served]:
+    """A server for as long as the body runs; nothing of it is left afterwards."""
+    link = EngineLink(mooring or in_thread(), queue)
+    front = Front(link, {"tiny": FrontModel(TOKENIZER, tiny().chat_defaults)}, settings)
+    with listening(front) as port:
+        one = Served(front, port)
+        with one.client:
+            yield one
+
+
+def chunks_of(body: str) -> list[Any]:
+    """The JSON of a stream's events, which ends as it should."""
+    events = [line.strip().removeprefix("data: ") for line in body.split("\n\n") if line]
+    assert events[-1] == "[DONE]", events[-1]
+    return [json.loads(one) for one in events[:-1]]
+
+
+def joined(chunks: list[Any], index: int = 0) -> str:
+    """The text of one choice of a stream."""
+    own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+    return "".join(one.get("text", one.get("delta", {}).get("content", "")) or "" for one in own)

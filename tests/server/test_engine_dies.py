@@ -1,0 +1,133 @@
+"""The engine's process is killed: the front stays, and streams go on the same way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from everystep.server.engine_process import EngineOrders
+from everystep.server.link import ProcessMooring
+from tests.server.serving import TOKENIZER, Served, chunks_of, joined, served, tiny
+
+LONG: Any = {"prompt": "hello", "max_tokens": 150, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("served") / "tiny"
+    tiny().save_pretrained(path)
+    TOKENIZER.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def one_server(folder: Path) -> Iterator[Served]:
+    with served(ProcessMooring(EngineOrders({"tiny": str(folder)}, threads=1))) as one:
+        yield one
+
+
+@pytest.fixture
+def apart(one_server: Served) -> Served:
+    """A server whose engine is a process of its own, and is there."""
+    wait_ready(one_server)
+    return one_server
+
+
+def wait_ready(server: Served) -> None:
+    deadline = time.monotonic() + 60
+    while not server.front.link.ready and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def kill(server: Served) -> int:
+    """Kill the engine's process once one is ready, and return its number."""
+    wait_ready(server)
+    process = server.front.link.process
+    assert process is not None and process != os.getpid()
+    os.kill(process, signal.SIGKILL)
+    return process
+
+
+def streamed(server: Served, killed: list[int], at: int, **body: Any) -> str:
+    """The whole body of a stream during which, after so many lines, the engine is killed."""
+    lines = []
+    with server.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200, answer.read()
+        for number, line in enumerate(answer.iter_lines()):
+            lines.append(line)
+            if number == at:
+                killed.append(kill(server))
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"temperature": 1, "seed": 7, "n": 3},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"num_beams": 3}, marks=pytest.mark.slow),
+        pytest.param({"temperature": 1.2, "logprobs": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_streams_go_on_the_same_way(apart: Served, more: dict[str, Any]) -> None:
+    more = {"seed": 11, **more}
+    wanted = [c["text"] for c in apart.completion(**LONG, **more)["choices"]]
+    killed: list[int] = []
+    chunks = chunks_of(streamed(apart, killed, 30, **LONG, **more))
+    assert killed
+    assert [joined(chunks, index) for index in range(len(wanted))] == wanted
+    assert apart.front.link.process not in killed
+
+
+def test_what_a_clock_ends_fails_and_says_so(apart: Served) -> None:
+    body = streamed(apart, [], 10, **LONG, timeout=600)
+    assert '"error"' in body and "[DONE]" not in body, "half an answer is not a whole one"
+
+
+@pytest.mark.slow
+def test_unstreamed_answers_are_whole_and_health_tells(apart: Served) -> None:
+    wanted = apart.completion(**LONG)["choices"]
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(apart.completion(**LONG)["choices"]))
+    thread.start()
+    deadline = time.monotonic() + 30
+    while not apart.front.link.running and not answers and time.monotonic() < deadline:
+        time.sleep(0.001)
+    kill(apart)
+    statuses = set()
+    with httpx.Client(base_url=apart.url) as client:
+        while thread.is_alive():
+            statuses.add(client.get("/health").status_code)
+            time.sleep(0.01)
+    thread.join()
+    assert answers == [wanted] and statuses <= {200, 503}
+
+
+@pytest.mark.slow
+def test_an_ask_that_engines_die_with_is_given_up(apart: Served) -> None:
+    killed: list[int] = []
+    with apart.client.stream(
+        "POST", "/v1/completions", json={**LONG, "max_tokens": 4000, "stream": True}
+    ) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        for _ in range(2):
+            begun = apart.front.link.restarts
+            while apart.front.link.waiting or not apart.front.link.ready:
+                time.sleep(0.001)
+            killed.append(kill(apart))
+            deadline = time.monotonic() + 60
+            while apart.front.link.restarts == begun and time.monotonic() < deadline:
+                time.sleep(0.001)
+        rest = "\n".join(lines)
+    assert "the engine died while it worked on this" in rest and "[DONE]" not in rest
+    wait_ready(apart)
+    assert apart.completion(prompt="hello", max_tokens=2)

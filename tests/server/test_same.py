@@ -1,0 +1,165 @@
+"""HTTP gives what `everystep.generate` gives, whatever is asked; streams join to the same."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+import everystep as es
+from everystep.errors import RequestError
+from tests.server.serving import TOKENIZER, Served, chunks_of, joined, tiny
+
+WORDS = ("the", "and", "of", "hello", "ünï", "it was", "in a", "\n", "0.5", "日本")
+SAMPLERS: dict[str, tuple[Any, ...]] = {
+    "temperature": (0.3, 1.0, 1.7),
+    "top_k": (1, 5, 40),
+    "top_p": (0.5, 0.95),
+    "min_p": (0.05,),
+    "typical_p": (0.8,),
+    "top_h": (0.5,),
+    "top_n_sigma": (1.5,),
+    "epsilon_cutoff": (0.001,),
+    "eta_cutoff": (0.001,),
+    "mirostat_tau": (3.0,),
+    "dynatemp_range": (0.3,),
+    "repetition_penalty": (1.2,),
+    "presence_penalty": (0.5,),
+    "frequency_penalty": (-0.4,),
+    "dry_multiplier": (0.8,),
+    "no_repeat_ngram_size": (2,),
+}
+STRATEGIES: tuple[dict[str, Any], ...] = (
+    {},
+    {"do_sample": True},
+    {"do_sample": True},
+    {"do_sample": True, "num_return_sequences": 3},
+    {"num_beams": 3},
+    {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.5},
+    {"num_beams": 3, "do_sample": True},
+    {"strategy": "diverse_beam"},
+    {"num_beams": 3, "force_words_ids": [[70, 71]]},
+    {"penalty_alpha": 0.6, "top_k": 4},
+    {"dola_layers": "low"},
+    {"guidance_scale": 1.5, "negative_prompt": "of the"},
+    {"prompt_lookup_num_tokens": 4},
+    {"best_of": 3, "do_sample": True},
+    {"regex": "[ab]{3,8}"},
+    {"choices": ["red", "green", "blue"]},
+    {"schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+    {"token_healing": True},
+    {"suppress_tokens": [70, 80]},
+    {"logit_bias": {"90": 4.0, "101": -3.0}},
+)
+
+
+def drawn(rng: random.Random) -> tuple[Any, dict[str, Any]]:
+    """A prompt and keywords, all of which JSON can say."""
+    prompt: Any = " ".join(rng.choices(WORDS, k=rng.randint(1, 6)))
+    if rng.random() < 0.2:
+        prompt = rng.choices(range(5, 300), k=rng.randint(1, 12))
+    asked = {**rng.choice(STRATEGIES)}
+    if asked.get("do_sample"):
+        for name in rng.sample(sorted(SAMPLERS), rng.randint(0, 4)):
+            asked[name] = rng.choice(SAMPLERS[name])
+    asked |= {"max_new_tokens": rng.randint(1, 20), "seed": rng.randint(0, 2**40)}
+    if rng.random() < 0.3:
+        asked["stop_strings"] = rng.sample(["a", "e", "\x1c", " th", "m"], 2)
+    if rng.random() < 0.2:
+        asked["min_new_tokens"] = min(4, asked["max_new_tokens"])
+    return prompt, asked
+
+
+def in_process(prompt: Any, asked: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]] | str:
+    """The texts and ids that the library gives, or the text of its error."""
+    keywords = {**asked}
+    if "stop_strings" in keywords:
+        keywords["trim_stop_strings"] = True
+    if "logit_bias" in keywords:
+        keywords["logit_bias"] = {int(id): bias for id, bias in keywords["logit_bias"].items()}
+    try:
+        found = es.generate(tiny(), TOKENIZER, prompt, return_dict_in_generate=True, **keywords)
+    except RequestError as error:
+        return str(error)
+    results = found if isinstance(found, list) else [found]
+    return [(one.text, one.tokens) for one in results]
+
+
+def over_http(server: Served, prompt: Any, asked: dict[str, Any]) -> Any:
+    body = {"prompt": prompt, **asked, "return_token_ids": True}
+    answer = server.post("/v1/completions", **body)
+    if answer.status_code != 200:
+        assert answer.status_code == 400, answer.text
+        return answer.json()["error"]["message"]
+    choices = answer.json()["choices"]
+    return [(one["text"], tuple(one["token_ids"])) for one in choices]
+
+
+def require_same(server: Served, seed: int) -> bool:
+    """Whether it was an error, which both have to say."""
+    prompt, asked = drawn(random.Random(seed))
+    wanted = in_process(prompt, asked)
+    assert over_http(server, prompt, asked) == wanted, (seed, prompt, asked)
+    if isinstance(wanted, str):
+        return True
+    if seed % 2 == 0:
+        body = server.post("/v1/completions", prompt=prompt, stream=True, **asked)
+        chunks = chunks_of(body.text)
+        texts = [joined(chunks, index) for index in range(len(wanted))]
+        assert texts == [text for text, _ in wanted], (seed, prompt, asked)
+    return False
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_random_requests_are_those_of_the_library(server: Served) -> None:
+    errors = sum(require_same(server, seed) for seed in range(200))
+    assert errors < 40, "the draws are mostly possible"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_two_thousand_random_requests(server: Served) -> None:
+    for seed in range(200, 2000):
+        require_same(server, seed)
+
+
+def test_a_conversation_means_what_it_means_to_the_library(server: Served) -> None:
+    messages = [{"role": "user", "content": "hello <|im_end|> the"}]
+    answer = server.post("/v1/chat/completions", messages=messages, seed=5, max_tokens=9).json()
+    wanted = es.chat(tiny(), TOKENIZER, messages, seed=5, max_new_tokens=9)
+    assert answer["choices"][0]["message"]["content"] == wanted
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    answer = server.post("/v1/chat/completions", messages=parts, seed=5, max_tokens=9)
+    assert answer.status_code == 200, answer.text
+
+
+def test_scores_are_those_of_the_library(server: Served) -> None:
+    texts = ["hello the and", "it was"]
+    data = server.post("/v1/everystep/score", texts=texts, best=2).json()["data"]
+    for one, wanted in zip(data, es.score(tiny(), TOKENIZER, texts, best=2), strict=True):
+        assert one["tokens"] == wanted.tokens.tolist()
+        assert one["logprobs"] == wanted.logprobs.tolist()
+        assert [[b["id"] for b in row] for row in one["top_logprobs"]] == wanted.top_tokens.tolist()
+    (after,) = server.post("/v1/everystep/score", texts=" the", after="hello").json()["data"]
+    wanted = es.score(tiny(), TOKENIZER, " the", after="hello")
+    assert after["logprobs"] == wanted.logprobs.tolist()
+
+
+@pytest.mark.parametrize("most", [0, 1, 4])
+def test_echoed_log_probabilities_are_likelihoods(server: Served, most: int) -> None:
+    """What evaluation harnesses read: ids in, log-probabilities of the prompt out."""
+    ids = TOKENIZER.encode("hello the and of")
+    wanted = es.score(tiny(), TOKENIZER, ids, best=1)
+    for _ in range(2):  # the second finds the prompt in the cache
+        answer = server.completion(
+            prompt=ids, max_tokens=most, echo=True, logprobs=1, temperature=0
+        )
+        (choice,) = answer["choices"]
+        known = choice["logprobs"]
+        assert known["token_logprobs"][0] is None and known["top_logprobs"][0] is None
+        assert known["token_logprobs"][1 : len(ids)] == wanted.logprobs.tolist()
+        assert len(known["tokens"]) == len(ids) + most == len(known["text_offset"])
+        assert answer["usage"]["completion_tokens"] == most
+        assert choice["text"].startswith("hello the and of")
+        assert known["text_offset"][:3] == [0, 1, 2]

@@ -1,0 +1,212 @@
+"""The wire as OpenAI's own client reads it, streamed and whole."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.server.serving import TOKENIZER, Served, chunks_of, joined
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_a_chat_whole_and_streamed(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "messages": HELLO, "seed": 3, "max_tokens": 12, "temperature": 1}
+    whole = client.chat.completions.create(**asked)
+    with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
+        for _ in stream:
+            pass
+        joined = stream.current_completion_snapshot
+    assert joined.choices[0].message.content == whole.choices[0].message.content
+    assert joined.choices[0].message.role == "assistant"
+    assert joined.choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert joined.usage == whole.usage or joined.usage.total_tokens == whole.usage.total_tokens
+    assert whole.usage.completion_tokens == 12 and whole._request_id
+
+
+def test_several_choices_and_their_log_probabilities(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "messages": HELLO, "n": 3, "seed": 1, "max_tokens": 5}
+    asked |= {"logprobs": True, "top_logprobs": 2, "temperature": 1.0}
+    whole = client.chat.completions.create(**asked)
+    with client.chat.completions.stream(**asked) as stream:
+        for _ in stream:
+            pass
+        final = stream.current_completion_snapshot
+    assert [c.index for c in whole.choices] == [0, 1, 2]
+    assert len({c.message.content for c in whole.choices}) > 1
+    for one, other in zip(whole.choices, final.choices, strict=True):
+        assert one.message.content == other.message.content
+        content = one.logprobs.content
+        assert len(content) == 5
+        assert [entry.token for entry in content] == [e.token for e in other.logprobs.content]
+        spelled = b"".join(bytes(entry.bytes) for entry in content)
+        shown = re.sub(r"<\|\w+\|>|<\w+>", "", spelled.decode(errors="replace"))
+        assert shown == one.message.content  # which has no special tokens
+        for entry in content:
+            assert len(entry.top_logprobs) == 2
+            assert entry.top_logprobs[0].logprob >= entry.logprob - 1e-6
+
+
+def test_every_choice_is_opened_first_and_says_its_role_once(server: Served) -> None:
+    body = {
+        "messages": HELLO,
+        "n": 3,
+        "seed": 1,
+        "max_tokens": 4,
+        "stream": True,
+        "do_sample": True,
+    }
+    answer = server.post("/v1/chat/completions", **body, stream_options={"include_usage": True})
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert "\nid:" not in answer.text
+    chunks = chunks_of(answer.text)
+    opening = [c["choices"][0] for c in chunks[:3]]
+    assert [(c["index"], c["delta"]["role"]) for c in opening] == [
+        (i, "assistant") for i in range(3)
+    ]
+    assert all("role" not in c["choices"][0]["delta"] for c in chunks[3:-1])
+    ends = [c["choices"][0]["index"] for c in chunks[:-1] if c["choices"][0]["finish_reason"]]
+    assert sorted(ends) == [0, 1, 2]
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 12
+    assert all(c["usage"] is None for c in chunks[:-1])
+    assert len({(c["id"], c["created"], c["model"]) for c in chunks}) == 1
+
+
+class Colour(BaseModel):
+    """A colour."""
+
+    name: str
+    warm: bool
+
+
+def test_an_answer_that_follows_a_schema(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "messages": HELLO, "temperature": 0, "max_tokens": 400}
+    found: Any = None
+    for seed in range(8):  # a tiny model may write a text that has no end
+        asked |= {"temperature": 1, "seed": seed}
+        try:
+            found = client.chat.completions.parse(response_format=Colour, **asked)
+            break
+        except openai.LengthFinishReasonError:
+            continue
+    assert isinstance(found.choices[0].message.parsed, Colour)
+
+
+def test_completions_of_several_prompts(client: openai.OpenAI) -> None:
+    asked: Any = {
+        "model": "tiny",
+        "prompt": ["hello", "it was"],
+        "n": 2,
+        "seed": 1,
+        "temperature": 1,
+    }
+    whole = client.completions.create(**asked, max_tokens=4)
+    assert [c.index for c in whole.choices] == [0, 1, 2, 3]
+    pieces: dict[int, str] = {}
+    for chunk in client.completions.create(**asked, max_tokens=4, stream=True):
+        for choice in chunk.choices:
+            pieces[choice.index] = pieces.get(choice.index, "") + choice.text
+    assert [pieces[i] for i in range(4)] == [c.text for c in whole.choices]
+    lengths = [len(TOKENIZER.encode(text)) for text in ("hello", "it was")]
+    assert whole.usage.prompt_tokens == sum(lengths), "a prompt is counted once"
+    single = client.completions.create(**asked | {"prompt": "it was"}, max_tokens=4)
+    assert [c.text for c in single.choices] == [c.text for c in whole.choices[2:]]
+
+
+def test_stop_strings_are_left_out_and_named(server: Served) -> None:
+    plain = server.completion(prompt="hello", max_tokens=12)["choices"][0]["text"]
+    stop = plain[3]
+    asked: Any = {"prompt": "hello", "max_tokens": 12, "stop": [stop]}
+    (cut,) = server.completion(**asked)["choices"]
+    assert cut["text"] == plain[: plain.index(stop)]
+    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
+    (kept,) = server.completion(**asked, include_stop_str_in_output=True)["choices"]
+    assert kept["text"].startswith(cut["text"] + stop)
+    chunks = chunks_of(server.post("/v1/completions", **asked, stream=True).text)
+    assert joined(chunks) == cut["text"]
+
+
+def test_log_probabilities_of_a_stream_are_those_of_the_whole(server: Served) -> None:
+    asked: Any = {"prompt": "hello", "max_tokens": 6, "logprobs": 3, "seed": 4, "temperature": 1}
+    (whole,) = server.completion(**asked)["choices"]
+    chunks = chunks_of(server.post("/v1/completions", **asked, stream=True).text)
+    pieces = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
+    for name, values in whole["logprobs"].items():
+        got = [one for piece in pieces for one in piece[name]]
+        assert got == pytest.approx(values) if name == "token_logprobs" else got == values
+    assert all(math.isfinite(one) for one in whole["logprobs"]["token_logprobs"])
+
+
+def test_ends_of_ones_own(server: Served) -> None:
+    ids = server.completion(prompt="hello", max_tokens=8, return_token_ids=True, ignore_eos=True)
+    tokens = ids["choices"][0]["token_ids"]
+    assert len(tokens) == 8
+    (cut,) = server.completion(
+        prompt="hello", max_tokens=8, return_token_ids=True, stop_token_ids=[tokens[2]]
+    )["choices"]
+    assert cut["token_ids"][-1] == tokens[2] and cut["finish_reason"] == "stop"
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [one.id for one in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("org/other")
+
+
+def test_errors_are_those_that_clients_know(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.completions.create(model="tiny", prompt="x", temperature=-1)
+    assert "temperature" in raised.value.message and raised.value.request_id
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="x")
+
+
+def test_the_asynchronous_client(server: Served) -> None:
+    async def main() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+
+            async def ask(seed: int) -> str:
+                asked: Any = {"model": "tiny", "prompt": "hello", "seed": seed, "temperature": 1}
+                stream = await client.completions.create(**asked, max_tokens=20, stream=True)
+                return "".join([c.choices[0].text async for c in stream])
+
+            return list(await asyncio.gather(*map(ask, range(24))))
+
+    asked: Any = {"prompt": "hello", "temperature": 1, "max_tokens": 20}
+    wanted = [server.completion(**asked, seed=s)["choices"][0]["text"] for s in range(24)]
+    assert asyncio.run(main()) == wanted, "neighbours change nothing"
+
+
+def test_texts_to_ids_and_back(server: Served) -> None:
+    found = server.post("/tokenize", prompt="hello the", return_token_strs=True).json()
+    assert found["tokens"] == TOKENIZER.encode("hello the") and found["count"] == len(
+        found["tokens"]
+    )
+    assert "".join(found["token_strs"]) == "hello the" and found["max_model_len"] == 4096
+    assert server.post("/detokenize", tokens=found["tokens"]).json() == {"prompt": "hello the"}
+    chat = server.post("/tokenize", messages=HELLO).json()["tokens"]
+    assert chat == list(
+        TOKENIZER.apply_chat_template(HELLO, add_generation_prompt=True, return_dict=False)
+    )
+
+
+def test_what_shows_how_it_goes(server: Served) -> None:
+    server.completion(prompt="hello", max_tokens=3)
+    assert server.client.get("/health").json() == {"status": "ok"}
+    assert server.client.get("/ready").status_code == 200
+    text = server.client.get("/metrics").text
+    assert 'everystep_generation_tokens_total{model_name="tiny"}' in text
+    assert 'everystep_http_responses_total{status="200"}' in text
+    assert "everystep_num_requests_running 0.0" in text

@@ -51,9 +51,6 @@ class WatchedStep:
     beside: int
 
 
-_NOTHING: tuple[StepRecord | None, int] = (None, 0)
-
-
 @dataclass(slots=True)
 class Watch:
     """A look at a step that has watched requests, from its beginning on."""
@@ -102,20 +99,16 @@ def told(
     events = {id(change.group): tuple(change.events) for change in changes}
     groups = {id(change.group): change.group for change in changes}
     groups |= {id(group): group for group in (watch.groups if watch else ())}
-    found: deque[WatchedStep] = deque()
-    for key, group in groups.items():
-        if group.request.watcher is None:
-            continue
-        record, place = chosen.get(key, _NOTHING)
-        one = WatchedStep(
+    return deque(
+        WatchedStep(
             group.request,
             number,
-            record,
-            place,
+            *chosen.get(key, (None, 0)),
             events.get(key, ()),
             tuple(watch.fed.get(key, ())) if watch else (),
             dict(watch.seconds) if watch else {},
             len(watch.groups) - 1 if watch else 0,
         )
-        found.append(one)
-    return found
+        for key, group in groups.items()
+        if group.request.watcher is not None
+    )

@@ -65,9 +65,9 @@ class HttpError(EverystepError):
 class FrontSettings:
     """The settings of a front.
 
-    `body_bytes`: of a body at most; `body_seconds`: between two pieces of it; `write_seconds`: that
-    a reader may take nothing; `ping_seconds`: of silence in a stream before a comment; `hosts`:
-    names beside localhost and addresses; `origins`: of pages that may ask; `deadline`: seconds that
+    `body_bytes`: of a body at most. `body_seconds`: between two pieces of it. `write_seconds`: that
+    a reader may take nothing. `ping_seconds`: of silence in a stream before a comment. `hosts`:
+    names beside localhost and addresses. `origins`: of pages that may ask. `deadline`: seconds that
     a request may take, None for any number.
     """
 

@@ -53,8 +53,8 @@ class Quit(msgspec.Struct, tag=True, frozen=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """The facts of a model that the front needs: its name, adapters, ids that end a text, context
-    and vocabulary, and which executor runs it."""
+    """The facts of a model that the front needs: its name, adapters, ids that end a text, context,
+    vocabulary and executor."""
 
     name: str
     adapters: list[str]

@@ -17,6 +17,7 @@ import torch
 import everystep as es
 from everystep.api.model import LanguageModel
 from everystep.cli.command_options import OPTIONS, keyword_of
+from everystep.errors import RequestError
 from everystep.requests.door import KEYWORDS
 from everystep.testing.models import tiny_llama
 from tests.cli.running import Caller
@@ -110,8 +111,9 @@ def texts(asked: Asked) -> Tokens:
 def events(asked: Asked) -> Tokens:
     stream = es.stream(asked.model, TOKENIZER, [asked.content()], **asked.options())
     with stream as opened:
-        for _ in opened:
-            pass
+        for event in opened:
+            if event.finish is not None and event.finish.kind == "error":
+                raise event.finish.matched
         return of(opened.results()[0])
 
 
@@ -145,6 +147,9 @@ def line(asked: Asked) -> Tokens:
             each = value if isinstance(value, list) else [value]
             typed += [part for one in each for part in (option, str(one))]
     outcome = asked.call("generate", TEXT, "--json", *typed)
+    told = [one for one in outcome.err.splitlines() if one.startswith("everystep: ")]
+    if outcome.code and told:  # what a call would raise
+        raise RequestError(told[-1])
     assert outcome.code == 0, outcome.err
     return [one["tokens"] for one in json.loads(outcome.out)["results"]]
 

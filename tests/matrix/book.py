@@ -149,10 +149,12 @@ def require_same(
         assert not other.score or abs(one.score - other.score) <= within
 
 
-def require_equal(found: Sequence[es.Generated], wanted: Sequence[es.Generated]) -> None:
+def require_equal(
+    found: Sequence[es.Generated], wanted: Sequence[es.Generated], *, within: float = 1e-6
+) -> None:
     """Two runs came to the same."""
     assert [(one.tokens, one.finish_reason.kind) for one in found] == [
         (one.tokens, one.finish_reason.kind) for one in wanted
     ]
     for one, other in zip(found, wanted, strict=True):
-        assert abs(one.score - other.score) <= 1e-6
+        assert abs(one.score - other.score) <= within

@@ -175,6 +175,18 @@ def embeddings(row: Row, folder: Path) -> None:
     assert found.sequences.shape[1] == wanted.sequences.shape[1] - ids.shape[1]
 
 
+def holes(row: Row, folder: Path) -> None:
+    """A prompt of which every other position is masked goes on as what is left of it, in float64
+    and in float32; what draws does so nearly without chance, as draws depend on their places."""
+    more = {"temperature": 0.01} if row.draws == {} else {}
+    for subject, within in ((PLAIN, 1e-6), (SINGLE, 1e-4)):
+        between = [id for own in subject.ids for id in (own, 70)]
+        mask = [1, 0] * len(subject.ids)
+        found = subject.say(row, prompt={"input_ids": between, "attention_mask": mask}, **more)
+        require_equal(found, subject.say(row, **more), within=within)
+        assert subject.say(row, prompt=between, **more)[0].tokens != found[0].tokens
+
+
 @dataclass(frozen=True)
 class Raise(es.Hook):
     """Adds the same to every number of every embedding."""

@@ -21,6 +21,7 @@ COLUMNS: Mapping[str, Check] = {
     "per-row seeds": choices.per_row_seeds,
     "num_return_sequences": choices.several_sequences,
     "embeddings": choices.embeddings,
+    "mask with holes": choices.holes,
     "hooks": choices.hooks,
     "save and resume": courses.save_and_resume,
     "fork": courses.fork,

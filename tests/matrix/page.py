@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 
+from tests.faces.tight import SUBJECTS
 from tests.matrix.columns import COLUMNS, Check
+from tests.matrix.models import ON_MODELS
 from tests.matrix.rows import APART, REFUSED, ROWS
 from tests.reading import ROOT
 
@@ -23,6 +25,14 @@ tries each cell on a tiny real model:
 """
 
 
+_MODELS = """
+## On which models
+
+Here all but one answer are ruled out: by `choices`, by `allowed_sequences`, by a function of
+prefixes that allows one token, or because each token ends the text. Each strategy says that answer
+on each executor that a model has.
+
+"""
 _TRIED = """
 ## What a feature was tried with
 
@@ -45,13 +55,20 @@ def page() -> str:
             return f"– {noted(APART[place])}"
         return f"no {noted(REFUSED[place].why)}" if place in REFUSED else "yes"
 
+    def on(strategy: str, model: str) -> str:
+        refusal = ON_MODELS.get((strategy, model))
+        return "yes" if refusal is None else f"no {noted(refusal.why)}"
+
     lines = [_row("feature", *names), _row(*["---"] * (len(names) + 1))]
     lines += [_row(feature, *(cell(name, feature) for name in names)) for feature in COLUMNS]
     table, count = "\n".join(lines), len(ROWS) * len(COLUMNS)
+    models = [_row("model", *names), _row(*["---"] * (len(names) + 1))]
+    models += [_row(name, *(on(strategy, name) for strategy in names)) for name in SUBJECTS]
     told = f"Of {count} cells {count - len(APART)} have a meaning; {len(REFUSED)} are refused."
     footnotes = "\n".join(f"{place}. {why}." for place, why in enumerate(notes, 1))
     tried = "\n".join(f"- {name}: {_said(check)}" for name, check in COLUMNS.items())
-    return f"{_HEAD}\n{table}\n\n{told}\n\n{footnotes}\n{_TRIED}{tried}\n"
+    on_models = _MODELS + "\n".join(models)
+    return f"{_HEAD}\n{table}\n\n{told}\n{on_models}\n\n{footnotes}\n{_TRIED}{tried}\n"
 
 
 def _said(check: Check) -> str:

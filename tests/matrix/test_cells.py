@@ -13,7 +13,9 @@ from everystep.api.model import LanguageModel
 from everystep.config.named_strategies import NAMED
 from everystep.engine import Engine
 from everystep.errors import EverystepError
+from tests.faces.tight import SUBJECTS
 from tests.matrix.columns import COLUMNS
+from tests.matrix.models import ON_MODELS, try_tight
 from tests.matrix.page import PAGE, page
 from tests.matrix.rows import APART, REFUSED, ROWS, Row
 from tests.matrix.subjects import PLAIN, RECURRENT, SEED, SINGLE, Subject, plain
@@ -50,6 +52,18 @@ def test_cell(row: Row, feature: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def _computed(*_: object) -> None:
     raise AssertionError("something was computed before the call was refused")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model", SUBJECTS)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_one_answer_is_left_on_every_kind_of_model(row: Row, model: str) -> None:
+    refusal = ON_MODELS.get((row.name, model))
+    if refusal is None:
+        try_tight(row, model)
+        return
+    with pytest.raises(EverystepError, match=refusal.words):
+        try_tight(row, model)
 
 
 @pytest.mark.parametrize("name", ["lookup", "assisted", "early_exit"])

@@ -159,6 +159,11 @@ NOT_ON_THE_WIRE: Mapping[str, str] = {
         ("disable_compile", "continuous_batching_config", "prefill_chunk_size", "low_memory"),
         "is decided by whoever runs the server",
     ),
+    "record": "is decided by whoever runs the server",
+    **dict.fromkeys(
+        ("tools", "tool_choice", "parallel_tool_calls", "enable_thinking", "thinking_budget"),
+        "needs the tools of a dialogue, which this server does not have yet",
+    ),
     "trim_stop_strings": "has another name here: include_stop_str_in_output",
     "adapter_names": "has another name here: an adapter is asked for as the model",
 }

@@ -52,10 +52,17 @@ class AdapterChange(ABC):
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
         """Return the same change on a device, in a type."""
         own: Any = self
-        found = {
-            one.name: value.to(device) if _counts(value) else value.to(device, dtype)
-            for one in fields(own)
-            if isinstance(value := getattr(self, one.name), Tensor | AdapterChange)
+        held = {one.name: getattr(self, one.name) for one in fields(own)}
+        found: dict[str, Any] = {
+            name: value.to(device, dtype)
+            for name, value in held.items()
+            if isinstance(value, AdapterChange)
+            or (isinstance(value, Tensor) and not _counts(value))
+        }
+        found |= {
+            name: value.to(device)
+            for name, value in held.items()
+            if isinstance(value, Tensor) and _counts(value)
         }
         return cast(Self, replace(own, **found))
 

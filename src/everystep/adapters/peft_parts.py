@@ -405,9 +405,8 @@ def _token_parts(
         what = f"{config.where}: {_tokens_key(config)} and the adapter's tensors do not agree"
         raise FormatError(what, wanted=wanted, got=", ".join(sorted(held)) or "none")
     for module, ids in asked.items():
-        targets = (known.table,) if module == table else (known.head,)
-        if tied:
-            targets = (known.table, known.head)
+        own_place = known.table if module == table else known.head
+        targets = (known.table, known.head) if tied else (own_place,)
         yield TokenPart(targets, ids, {TOKENS: held[module]})
     if tied and (twice := held.get(head)) is not None:
         yield Twin({TOKENS: twice}, held[table])

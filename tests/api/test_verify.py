@@ -237,5 +237,5 @@ def test_an_adapter_without_peft_is_an_error(
         return load(name)
 
     monkeypatch.setattr("everystep.bridge.reference.importlib.import_module", missing)
-    with pytest.raises(MissingExtraError, match=r"everystep\[peft\]"):
+    with pytest.raises(MissingExtraError, match=r"PEFT.*everystep\[transformers\]"):
         es.verify(folder, adapter=adapter, **FEW)

@@ -116,8 +116,8 @@ def rebuilt(decoder: Decoder, keys: Iterable[str], change: Callable[[str, Any], 
     frame: dict[str, Any] = {}
     for key in keys:
         if key.startswith("layers."):
-            _, index, role = key.split(".", 2)
-            inside.setdefault(int(index), []).append(role)
+            _, number, role = key.split(".", 2)
+            inside.setdefault(int(number), []).append(role)
         elif key != TABLE:
             frame[key] = change(key, getattr(decoder, key))
     layers = list(decoder.layers)
@@ -145,7 +145,8 @@ def _rebuilt_experts(
         (one,) = number
         held = maps.setdefault(role, list(getattr(experts, role)))
         held[int(one)] = change(f"{prefix}.{role}.{one}", held[int(one)])
-    return replace(experts, **{r: tuple(x) if isinstance(x, list) else x for r, x in maps.items()})
+    made: dict[str, Any] = {r: tuple(x) if isinstance(x, list) else x for r, x in maps.items()}
+    return replace(experts, **made)
 
 
 def norm_with(

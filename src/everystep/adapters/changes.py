@@ -52,17 +52,15 @@ class AdapterChange(ABC):
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
         """Return the same change on a device, in a type."""
         own: Any = self
-        found = {
-            one.name: value.to(device) if _counts(value) else value.to(device, dtype)
-            for one in fields(own)
-            if isinstance(value := getattr(self, one.name), Tensor | AdapterChange)
-        }
+        found: dict[str, Tensor | AdapterChange] = {}
+        for one in fields(own):
+            value = getattr(self, one.name)
+            if isinstance(value, AdapterChange):
+                found[one.name] = value.to(device, dtype)
+            elif isinstance(value, Tensor):
+                counts = not value.is_floating_point()
+                found[one.name] = value.to(device, value.dtype if counts else dtype)
         return cast(Self, replace(own, **found))
-
-
-def _counts(value: object) -> bool:
-    """Return whether a value is a tensor of whole numbers."""
-    return isinstance(value, Tensor) and not value.is_floating_point()
 
 
 # --- what is added --------------------------------------------------------------------------------
@@ -191,8 +189,8 @@ class Kronecker(Addition):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replacement(Addition):
-    """What makes another weight of this one: `difference` (rows, in), and `shift` (rows,) of the
-    bias, None where there is none.
+    """A difference that makes another weight of one: `difference` (rows, in), and `shift` (rows,)
+    of the bias, None where there is none.
 
     A module that was trained as a whole, as a difference from that of the model.
     """
@@ -222,7 +220,7 @@ class Replacement(Addition):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRows(Addition):
-    """What makes other rows of some of the `height` rows: `differences` (n, in) of the rows
+    """Differences that make others of some of the `height` rows: `differences` (n, in) of the rows
     `tokens` (n,), each of which stands there once.
     """
 
@@ -250,8 +248,8 @@ class TokenRows(Addition):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NormChange:
-    """What makes another norm of one: differences (E,) of its weight and of its bias, None where it
-    has none."""
+    """A difference that makes another norm of one: (E,) of its weight and of its bias, None where
+    it has none."""
 
     weight: Tensor
     bias: Tensor | None = None

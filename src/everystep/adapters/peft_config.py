@@ -142,8 +142,8 @@ def new_adapter(config: AdapterConfig, model: Model, name: str = "") -> PeftAdap
                 tensors[f"{PREFIX}{target.module}.{what}"] = drawn
         for parameter, module, shape, count in parameters:
             rank = int(setting_of(patterns["rank_pattern"], parameter, config.r))
-            drawn = _factors(config, *shape, rank, count)  # type: ignore[arg-type]
-            tensors |= {f"{PREFIX}{module}.{what}": one for what, one in drawn.items()}
+            pair = _factors(config, *shape, rank, count)  # type: ignore[arg-type]
+            tensors |= {f"{PREFIX}{module}.{what}": one for what, one in pair.items()}
         whole = own_values(values, model, known)
         _refuse_twice([one.module for one in chosen], [home for _, home, _, _ in parameters], whole)
         tensors |= whole
@@ -185,10 +185,11 @@ def _chosen(config: AdapterConfig, known: AdaptableParts) -> list[Target]:
 
 def _names_parts(config: AdapterConfig) -> bool:
     """Return whether a configuration names anything beside target_modules."""
-    if config.modules_to_save:
+    if isinstance(config, LoraConfig) and (
+        config.target_parameters or config.trainable_token_indices
+    ):
         return True
-    is_lora = isinstance(config, LoraConfig)
-    return is_lora and bool(config.target_parameters or config.trainable_token_indices)
+    return bool(config.modules_to_save)
 
 
 def _refuse_loha_of_rows(
@@ -213,13 +214,13 @@ def _parameters(config: AdapterConfig, known: AdaptableParts) -> list[_Parameter
     wanted = (isinstance(config, LoraConfig) and config.target_parameters) or ()
     plain = [one for one in known.maps.values() if one is not known.table]
     found: list[_Parameter] = []
-    for one in plain:
-        parameter = f"{one.module}.weight"
+    for target in plain:
+        parameter = f"{target.module}.weight"
         if any(_is_named(parameter, name) for name in wanted):
-            if one.part.transposed:
+            if target.part.transposed:
                 what = "target_parameters names what lies transposed"
                 raise UnsupportedError(what, got=parameter, do="Name it in target_modules")
-            found.append((parameter, one.module, one.shape, 1))
+            found.append((parameter, target.module, target.shape, 1))
     named = [one for one in known.stacks if any(_is_named(one, name) for name in wanted)]
     for one in named:
         home, stack = one.rpartition(".")[0], known.stacks[one]

@@ -405,9 +405,9 @@ def _token_parts(
         what = f"{config.where}: {_tokens_key(config)} and the adapter's tensors do not agree"
         raise FormatError(what, wanted=wanted, got=", ".join(sorted(held)) or "none")
     for module, ids in asked.items():
-        targets = (known.table,) if module == table else (known.head,)
+        targets: tuple[Target, ...] = (known.table,) if module == table else (known.head,)
         if tied:
-            targets = (known.table, known.head)
+            targets = known.table, known.head
         yield TokenPart(targets, ids, {TOKENS: held[module]})
     if tied and (twice := held.get(head)) is not None:
         yield Twin({TOKENS: twice}, held[table])

@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from everystep.adapters.adapter import HEAD, TABLE
-from everystep.errors import UnsupportedError, nearest, shown
+from everystep.errors import InvariantError, UnsupportedError, nearest, shown
 from everystep.models import Model
 from everystep.models.decoder import Decoder
 from everystep.models.families import find_family
@@ -86,7 +86,7 @@ Targets = Mapping[str, Target]
 
 @dataclass(frozen=True)
 class AdaptableParts:
-    """What adapters change of a model, by the names of modules.
+    """The parts of a model that adapters change, by the names of modules.
 
     `stacks`: of experts, by the names of their parameters, which have no module of their own.
     `head`: of the map, also where it is the table. `in_whole`: gives the name of a module in the
@@ -165,7 +165,8 @@ def parts_of(model: Model) -> AdaptableParts:
                 name = family.in_whole(part.name.removesuffix(".weight"))
                 shape = part.stop - part.start, one.shape[1]
                 projections[name] = Target(name, key, part, shape)
-    assert table is not None  # every decoder has one
+    if table is None:
+        raise InvariantError("a decoder has no table of embeddings")
     head = family.head(model.spec)
     return AdaptableParts(
         projections,

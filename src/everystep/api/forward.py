@@ -16,8 +16,8 @@ from everystep.config.kinds import is_integer, is_number, require
 from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError, nearest, shown
 from everystep.executors.positions import require_positions
 from everystep.models.vision.spec import VisionSpec
-from everystep.nn.loss import NO_LABEL, label_logprobs, label_losses
-from everystep.nn.network import Heard, Placed, holds_states
+from everystep.nn.loss import NO_LABEL, Head, label_logprobs, label_losses
+from everystep.nn.network import Heard, Network, Placed, holds_states
 from everystep.nn.places import kept_places
 from everystep.outputs import CausalLMOutput, encoder_states
 from everystep.requests.absent import ARGUMENTS, refuse_argument
@@ -131,35 +131,17 @@ def forward(
         declared=seen.declared,
         bare=True,
     )
-    places = kept_places(states if given is None else given, kept)
-
-    def head(hidden: Tensor, among: Tensor) -> Tensor:
-        return core.network.at(among).logits(hidden)
-
-    logits = None
+    logits, loss, logprobs = None, None, None
     if output_logits:
-        logits = head(states.flatten(0, 1), places).view(*states.shape[:2], -1)
-    loss, logprobs = None, None
+        network = core.network.at(kept_places(states if given is None else given, kept))
+        logits = network.logits(states.flatten(0, 1)).view(*states.shape[:2], -1)
     if whole is not None:
-        # Each label is predicted from the position before it, or with an encoder from its own.
-        aligned = model.is_encoder_decoder
-        whole = whole.to(states.device)
-        predicting, wanted = (states, whole) if aligned else (states[:, :-1], whole[:, 1:])
-        places = places.view(whole.shape)[:, : wanted.shape[1]].flatten().to(states.device)
-
-        def predicted(hidden: Tensor, among: Tensor) -> Tensor:
-            return head(hidden, places[among])
-
-        smooths = label_smoothing > 0
-        found = label_losses(
-            predicted, predicting.flatten(0, 1), wanted.flatten(), model.vocab_size, smooths=smooths
-        )
+        predicted = _predicted(core.network, states, whole.to(states.device))
+        found = label_losses(*predicted, model.vocab_size, smooths=label_smoothing > 0)
         items = found.count if num_items_in_batch is None else num_items_in_batch
         loss = found.smoothed(label_smoothing) / items
         if output_logprobs:
-            each = label_logprobs(
-                predicted, predicting.flatten(0, 1), wanted.flatten(), model.vocab_size
-            ).view(wanted.shape)
+            each = label_logprobs(*predicted, model.vocab_size).view(len(whole), -1)
             # Nothing stands before the first label of a decoder.
             logprobs = F.pad(each, (whole.shape[1] - each.shape[1], 0))
     result = CausalLMOutput(loss, logits, cache, logprobs=logprobs)
@@ -167,6 +149,20 @@ def forward(
         result.hidden_states = tuple(heard.layers) if output_hidden_states else None
         result.attentions = tuple(heard.attentions) if output_attentions else None
     return result.to_tuple() if return_dict is False else result
+
+
+def _predicted(network: Network, states: Tensor, labels: Tensor) -> tuple[Head, Tensor, Tensor]:
+    """Return the head, the states (N, E) that predict, of (B, T, E), and their labels (N,), of (B,
+    T): each is predicted from the position before it, or with an encoder from its own."""
+    places = kept_places(labels, slice(None)).view(labels.shape).to(states.device)
+    if not network.encodes:
+        states, labels, places = states[:, :-1], labels[:, 1:], places[:, :-1]
+    rows = places.flatten()
+
+    def head(hidden: Tensor, among: Tensor) -> Tensor:
+        return network.at(rows[among]).logits(hidden)
+
+    return head, states.flatten(0, 1), labels.flatten()
 
 
 def require_inputs(model: Subject, *given: object) -> None:

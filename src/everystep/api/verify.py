@@ -136,7 +136,7 @@ def verify(
     """Return how far a checkpoint's model is from transformers' reading of the same files.
 
     Logits are compared after every token of `text`, and `tokens` greedy ones after its first half.
-    `adapter`: a folder of an adapter, with which both compute; needs `everystep[peft]`.
+    `adapter`: a folder of an adapter, with which both compute, transformers by PEFT.
     `offline`: whether nothing may be fetched. Needs `everystep[transformers]`. Raises
     UnsupportedError without it, FormatError where transformers cannot read the checkpoint, and
     what `es.load` raises.

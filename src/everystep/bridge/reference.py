@@ -56,7 +56,9 @@ class Reference:
         try:
             library: Any = importlib.import_module("peft")
         except ImportError as error:
-            raise MissingExtraError.of("a comparison of adapters", "peft", "peft") from error
+            raise MissingExtraError.of(
+                "a comparison of adapters", "PEFT", "transformers"
+            ) from error
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of what it saves, not of what it computes

@@ -39,9 +39,8 @@ def verify(
 ) -> None:
     """Compare MODEL with transformers: every logit of a text, and greedy tokens.
 
-    Needs everystep[transformers], and everystep[peft] for an adapter. The exit code is 1 if MODEL
-    differs by more than the order of sums; where weights are rounded, that is judged in float32,
-    and the rounding is shown beside it.
+    Needs everystep[transformers]. The exit code is 1 if MODEL differs by more than the order of
+    sums; where weights are rounded, that is judged in float32, and the rounding is shown beside it.
     """
     if picture is not None:
         require_writable(picture)

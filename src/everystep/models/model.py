@@ -222,9 +222,8 @@ class Model:
         if bare:
             return states
         network = self.network
-        if decoded is None:
-            read = ids if inputs_embeds is None else inputs_embeds
-            assert read is not None  # asked before
+        read = ids if inputs_embeds is None else inputs_embeds
+        if decoded is None and read is not None:
             network = network.at(kept_places(read, kept))
         return network.logits(states.flatten(0, 1)).view(*states.shape[:2], -1)
 

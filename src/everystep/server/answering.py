@@ -22,7 +22,7 @@ from everystep.dialogue import (
 from everystep.drivers.generated import end_of_prompt
 from everystep.server.asking import Wanted
 from everystep.server.fields import Json
-from everystep.server.messages import Begun, Ended, Known, Over, Row
+from everystep.server.messages import Begun, Ended, Likelihoods, Over, RowNews
 from everystep.streamers import Wording
 from everystep.text import Spelling, Tokenizer, Trimmer, follow
 from everystep.types import Event, FinishReason
@@ -109,7 +109,7 @@ class Spelled:
         return {"token": self.text(id), "bytes": raw, "logprob": finite(known or 0.0)}
 
 
-def rows_of(known: Known) -> list[tuple[int, float | None, list[tuple[int, float]]]]:
+def rows_of(known: Likelihoods) -> list[tuple[int, float | None, list[tuple[int, float]]]]:
     """Return a table of likelihoods row by row."""
     parts = zip(known.tokens, known.logprobs, known.top_tokens, known.top_logprobs, strict=True)
     return [(id, value, list(zip(tops, values, strict=True))) for id, value, tops, values in parts]
@@ -302,7 +302,7 @@ class StreamedAnswer:
             before = prompt_end(self._wanted, number, message.strings)
             self._wording.trim(str(number), tuple(message.strings), before)
 
-    def row(self, number: int, row: Row) -> Iterator[dict[str, Json]]:
+    def row(self, number: int, row: RowNews) -> Iterator[dict[str, Json]]:
         """Yield the chunks of one row."""
         place = number * self._wanted.n + row.index
         finish = None if row.kind is None else FinishReason(row.kind, row.matched)  # type: ignore[arg-type]
@@ -331,8 +331,8 @@ class StreamedAnswer:
             if place not in self._ended:
                 rest = one.tokens[self._told.get(place, 0) :]
                 for token in rest:
-                    yield from self.row(number, Row(0, i, token))
-                yield from self.row(number, Row(0, i, -1, kind=one.kind, matched=one.matched))
+                    yield from self.row(number, RowNews(0, i, token))
+                yield from self.row(number, RowNews(0, i, -1, kind=one.kind, matched=one.matched))
 
     def closing(self) -> Iterator[dict[str, Json]]:
         """Yield what stands after all tokens."""
@@ -340,7 +340,7 @@ class StreamedAnswer:
             kind = "chat.completion.chunk" if self._wanted.in_chat else "text_completion"
             yield {**self._head.of(kind, []), "usage": self.usage.shown()}
 
-    def _known(self, place: int, row: Row) -> Json:
+    def _known(self, place: int, row: RowNews) -> Json:
         if self._wanted.logprobs is None or row.logprob is None:
             return None
         rows = [(row.token, row.logprob, row.top)]

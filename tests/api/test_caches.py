@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from everystep.errors import EverystepError, RequestError, UnsupportedError
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 from tests.api.test_past import MODELS, PADDED, PADDED_IDS, run, same
+from tests.models.tiny import ours, reference_mamba
 
 STATIC: dict[str, dict[str, Any]] = {
     "static": {"cache_implementation": "static"},
@@ -188,3 +190,18 @@ def test_calls_without_a_cache_to_return_refuse_a_choice(choice: dict[str, Any])
     (name,) = choice
     with pytest.raises(UnsupportedError, match=f"{name}=.*model.generate"):
         es.generate(MODELS["llama"][1], None, [[5, 6]], **choice)
+
+
+@pytest.mark.parametrize("kind", ["quantized", "static"])
+def test_every_call_refuses_caches_of_keys_for_a_model_with_states(kind: str) -> None:
+    model = LanguageModel(ours(reference_mamba(torch.float64)))
+    given: dict[str, Any] = {"max_new_tokens": 2, "cache_implementation": kind}
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: model.generate(torch.tensor([[5, 6]]), **given),
+        lambda: es.generate(model, None, [[5, 6]], **given),
+        lambda: [*es.stream(model, None, [[5, 6]], **given)],
+        lambda: es.open(model, None, [5, 6], **given).result(),
+    )
+    for call in calls:
+        with pytest.raises(UnsupportedError, match="hold states, not keys and values"):
+            call()

@@ -240,8 +240,9 @@ class TightCell:
         """Whether the cell may come to something else than the feature claims."""
         if feature == "no token twice":  # the one allowed token is, where nothing else may follow
             return "one allowed token" in self.features
-        # What DoLa leaves out no bias brings back.
-        return feature == "a bias that decides" and self.strategy.name == "dola"
+        # What DoLa leaves out no bias brings back; contrastive search weighs more than scores.
+        weighed = self.strategy.name in ("dola", "contrastive") or "no token twice" in self.features
+        return feature == "a bias that decides" and weighed
 
     @property
     def model(self) -> LanguageModel:

@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
-    elif config.getoption("all"):
+    else:
         config.pluginmanager.register(ShownAtOnce())
     # A failure that nobody else can see again is of no use, so examples are always the same ones.
     hypothesis.settings.register_profile(

@@ -189,7 +189,7 @@ def test_nothing_is_used_where_it_may_not_be() -> None:
         ("nn/a.py", "from everystep import cache"),
         ("nn/a.py", "from everystep import generate"),
         ("files/a.py", "from everystep.text import Tokenizer"),
-        ("cli/a.py", "from everystep.inspector import app"),
+        ("inspector/a.py", "from everystep.cli import app"),
         ("api.py", "from everystep.testing import HashModel"),
     ],
 )

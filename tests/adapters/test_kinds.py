@@ -79,6 +79,7 @@ MADE: Mapping[str, Callable[[], Any]] = {
     "oft, shared": _of("OFTConfig", r=0, oft_block_size=8, init_weights=False, block_share=True),
     "oft, bounded": _of("OFTConfig", r=0, oft_block_size=8, init_weights=False, coft=True, eps=0.5),
     "ia3": _of("IA3Config", feedforward_modules=["down_proj", "gate_proj"], init_ia3_weights=False),
+    "tokens": lambda: peft.TrainableTokensConfig(token_indices=[9, 5, 40]),
     "ia3, outputs": _of("IA3Config", feedforward_modules=[], init_ia3_weights=False),
 }
 FORMS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -98,7 +99,7 @@ def base(form: str) -> Any:
 def strong(module: Any, seed: int = 2) -> Any:
     """The same with adapters of random numbers, far from doing nothing."""
     generator = torch.Generator().manual_seed(seed)
-    marks = ("lora_", "hada_", "lokr_", "oft_", "ia3_", "vera_lambda")
+    marks = ("lora_", "hada_", "lokr_", "oft_", "ia3_", "vera_lambda", "trainable_tokens_")
     with torch.no_grad():
         for name, weight in module.named_parameters():
             if any(mark in name for mark in marks):
@@ -277,13 +278,14 @@ CONFIGS = {
     "VERA": peft.VeraConfig,
     "OFT": peft.OFTConfig,
     "IA3": peft.IA3Config,
+    "TRAINABLE_TOKENS": peft.TrainableTokensConfig,
 }
 
 
 def test_every_key_that_peft_declares_is_known_or_refused(tmp_path: Path) -> None:
     """A key that is neither idle nor computed by is refused as soon as it says something."""
     names = {"LORA": "lora", "LOHA": "loha", "LOKR": "lokr", "ADALORA": "adalora"}
-    names |= {"VERA": "vera", "OFT": "oft", "IA3": "ia3"}
+    names |= {"VERA": "vera", "OFT": "oft", "IA3": "ia3", "TRAINABLE_TOKENS": "tokens"}
     assert {*CONFIGS} == {*KINDS} == {*names}
     model = ours(base("llama"))
     for kind, config in CONFIGS.items():

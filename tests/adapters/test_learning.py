@@ -18,7 +18,7 @@ from torch import Tensor
 
 import everystep as es
 from everystep.api.model import LanguageModel
-from everystep.errors import RequestError, UnsupportedError
+from everystep.errors import FormatError, RequestError, UnsupportedError
 from everystep.models import convert_model
 from everystep.testing.models import tiny_llama
 from tests.adapters.test_kinds import MADE, SOME, TARGETS, base, close, trained
@@ -336,9 +336,56 @@ REFUSED: Mapping[str, tuple[Any, type[Exception], str]] = {
         lambda m: m.add_adapter("a", es.LoraConfig(target_modules=["q_proj", "k_prj"])),
         UnsupportedError, "k_proj",
     ),
-    "the head": (
-        lambda m: m.add_adapter("a", es.LoraConfig(target_modules=["lm_head"])),
+    "a loha of embeddings": (
+        lambda m: m.add_adapter("a", es.LoHaConfig(target_modules=["embed_tokens"])),
+        UnsupportedError, "a LoHa of embeddings",
+    ),
+    "a dora of embeddings": (
+        lambda m: m.add_adapter("a", es.LoraConfig(target_modules=["embed_tokens"], use_dora=True)),
+        UnsupportedError, "use_dora of embeddings",
+    ),
+    "a module in two ways": (
+        lambda m: m.add_adapter(
+            "a", es.LoraConfig(target_modules=["lm_head"], modules_to_save=["lm_head"])
+        ),
+        RequestError, "in two ways",
+    ),
+    "rows of what learns": (
+        lambda m: m.add_adapter(
+            "a", es.LoraConfig(modules_to_save=["embed_tokens"], trainable_token_indices=[3])
+        ),
+        RequestError, "in two ways",
+    ),
+    "a whole module that is not there": (
+        lambda m: m.add_adapter("a", es.LoraConfig(modules_to_save=["lm_haed"])),
         UnsupportedError, "lm_head",
+    ),
+    "a token beyond": (
+        lambda m: m.add_adapter("a", es.LoraConfig(trainable_token_indices=[97])),
+        FormatError, "ids from 0 to 96",
+    ),
+    "a token twice": (
+        lambda m: m.add_adapter("a", es.LoraConfig(trainable_token_indices=[9, 9])),
+        FormatError, "each once",
+    ),
+    "tokens of a projection": (
+        lambda m: m.add_adapter("a", es.LoraConfig(trainable_token_indices={"q_proj": [9]})),
+        UnsupportedError, "neither embeddings nor a head",
+    ),
+    "no tokens": (
+        lambda m: es.LoraConfig(trainable_token_indices=[]), RequestError, "trainable_token_indices"
+    ),
+    "a parameter that is not there": (
+        lambda m: m.add_adapter("a", es.LoraConfig(target_parameters=["experts.down_proj"])),
+        UnsupportedError, "target_parameters",
+    ),
+    "dropout of parameters": (
+        lambda m: es.LoraConfig(target_parameters=["a.weight"], lora_dropout=0.1),
+        UnsupportedError, "beside target_parameters",
+    ),
+    "tying what is not tied": (
+        lambda m: m.add_adapter("a", es.LoraConfig(ensure_weight_tying=True)),
+        RequestError, "has no effect",
     ),
     "an expression that is none": (
         lambda m: m.add_adapter("a", es.LoraConfig(target_modules="(")), RequestError, "expression"
@@ -356,8 +403,8 @@ REFUSED: Mapping[str, tuple[Any, type[Exception], str]] = {
         RequestError, "names no projection",
     ),
     "biases": (lambda m: es.LoraConfig(bias="all"), UnsupportedError, "bias"),
-    "whole modules": (
-        lambda m: es.LoraConfig(modules_to_save=["lm_head"]), UnsupportedError, "modules_to_save"
+    "whole modules that are no list": (
+        lambda m: es.LoraConfig(modules_to_save="lm_head"), RequestError, "modules_to_save"
     ),
     "no rank": (lambda m: es.LoraConfig(r=0), RequestError, "r is not valid"),
     "all dropped": (lambda m: es.LoraConfig(lora_dropout=1), RequestError, "lora_dropout"),

@@ -93,8 +93,8 @@ def test_it_is_what_peft_computes(kind: str, targets: list[str], tmp_path: Path)
     ("config", "text"),
     [
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"trainable_token_indices": [3]}, "trainable_token_indices"),
+        ({"modules_to_save": ["rotary_emb"]}, "modules_to_save"),
+        ({"trainable_token_indices": {"q_proj": [3]}}, "neither embeddings nor a head"),
         ({"peft_type": "BOFT"}, "peft_type"),
         ({"bias": "all"}, "bias"),
     ],
@@ -115,6 +115,9 @@ def test_what_computes_something_else_is_refused(
         ({"r": "3"}, "r is impossible"),
         ({"lora_alpha": -1}, "lora_alpha"),
         ({"use_rslora": "yes"}, "use_rslora"),
+        ({"modules_to_save": ["lm_head"]}, "does not hold"),
+        ({"modules_to_save": "lm_head"}, "a list of names"),
+        ({"trainable_token_indices": [3]}, "do not agree"),
     ],
 )
 def test_a_configuration_that_cannot_be_is_an_error(
@@ -144,8 +147,8 @@ def test_a_tensor_that_does_not_fit_is_an_error(
         read_adapter(folder, random_model(SPEC))
 
 
-@pytest.mark.parametrize("module", ["lm_head", "model.layers.9.mlp.up_proj", "model.embed_tokens"])
-def test_a_target_that_is_no_projection_of_a_layer_is_refused(tmp_path: Path, module: str) -> None:
+@pytest.mark.parametrize("module", ["score", "model.layers.9.mlp.up_proj", "model.rotary_emb"])
+def test_a_target_that_cannot_be_adapted_is_refused(tmp_path: Path, module: str) -> None:
     pair = {f"base_model.model.{module}.lora_{x}.weight": torch.zeros(3, 3) for x in "AB"}
     folder = write_folder(tmp_path, {**tensors(), **pair})
     with pytest.raises(UnsupportedError, match=module):

@@ -5,17 +5,26 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import peft
 import pytest
 import torch
+import transformers
 
 import everystep as es
 from everystep.api.verify import Comparison
 from everystep.bridge.reference import Reference
-from everystep.errors import EverystepError, FormatError, RequestError, UnsupportedError
+from everystep.errors import (
+    EverystepError,
+    FormatError,
+    MissingExtraError,
+    RequestError,
+    UnsupportedError,
+)
 from everystep.testing.tokenizer import tiny_tokenizer
 from tests.cli.conftest import call  # noqa: F401  (a fixture)
 from tests.cli.running import Caller
@@ -166,3 +175,67 @@ def test_a_folder_that_transformers_cannot_read_is_explained(folder: Path, tmp_p
         Reference(tmp_path / "empty", pair=False)
     with pytest.raises(EverystepError):
         es.verify(tmp_path / "empty", **FEW)
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapter(folder: Path, tmp_path: Path) -> Path:
+    """An adapter that changes projections, the head, norms and rows of tokens, as PEFT saves it."""
+    torch.manual_seed(5)
+    config = peft.LoraConfig(
+        r=2,
+        target_modules=["q_proj", "lm_head"],
+        modules_to_save=["input_layernorm"],
+        trainable_token_indices=[40, 41],
+        init_lora_weights=False,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = peft.get_peft_model(
+            transformers.AutoModelForCausalLM.from_pretrained(folder), config
+        )
+        with torch.no_grad():
+            for _, weight in made.named_parameters():
+                if weight.requires_grad:
+                    weight.add_(0.1 * torch.randn(weight.shape))
+        made.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_a_model_with_an_adapter_is_compared_with_pefts(
+    call: Caller,  # noqa: F811
+    folder: Path,
+    adapter: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = es.verify(folder, adapter=adapter, **FEW)
+    (one,) = found.comparisons
+    assert one.verdict == "equal" and one.equal_tokens == 5
+    assert one.largest != es.verify(folder, **FEW).comparisons[0].largest
+    rounded, exact = es.verify(folder, adapter=adapter, quantize="int8", **FEW).comparisons
+    assert (rounded.verdict, exact.verdict) == ("rounded", "equal")
+    said = folder.parent / "text.txt"
+    said.write_text(FEW["text"])
+    line = ("verify", str(folder), "--text", str(said), "--tokens", "3", "--json")
+    outcome = call(*line, "--adapter", str(adapter))
+    assert (outcome.code, json.loads(outcome.out)["adapter"]) == (0, str(adapter))
+    # Where transformers computes without it, the comparison says so.
+    monkeypatch.setattr(Reference, "adapt", lambda self, folder: None)
+    assert not es.verify(folder, adapter=adapter, **FEW).holds
+
+
+def test_an_adapter_without_peft_is_an_error(
+    folder: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = importlib.import_module
+
+    def missing(name: str) -> Any:
+        if name == "peft":
+            raise ImportError(name)
+        return load(name)
+
+    monkeypatch.setattr("everystep.bridge.reference.importlib.import_module", missing)
+    with pytest.raises(MissingExtraError, match=r"PEFT.*everystep\[transformers\]"):
+        es.verify(folder, adapter=adapter, **FEW)

@@ -28,6 +28,7 @@ TASKS = [
     Task("let a model call my functions", "tools", "Tools and thoughts"),
     Task("compare two strategies", "compare", "Compare two strategies"),
     Task("slow", "slow", "Why is it slow?"),
+    Task("why a text came out", "inspect", "Look at the steps"),
     Task("save a generation and resume", "run", "Saving"),
     Task("choose a model", "models", "Choosing a model"),
     Task("lm-eval", "with-other-programs", "With other programs"),

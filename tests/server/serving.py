@@ -72,7 +72,10 @@ def served(
 
 def chunks_of(body: str) -> list[Any]:
     """The JSON of a stream's events, which ends as it should."""
-    events = [line.strip().removeprefix("data: ") for line in body.split("\n\n") if line]
+    parts = (one.strip() for one in body.split("\n\n"))
+    # Comments come between events where a stream is silent.
+    lines = (line for part in parts for line in part.split("\n"))
+    events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     assert events[-1] == "[DONE]", events[-1]
     return [json.loads(one) for one in events[:-1]]
 

@@ -9,7 +9,7 @@ import pytest
 
 from everystep.requests.door import KEYWORDS
 from everystep.server.documents import openapi, reference
-from everystep.server.fields import NOT_ON_THE_WIRE
+from everystep.server.fields import NOT_ON_THE_WIRE, OF_MESSAGES
 from everystep.server.routes import CHAT, COMPLETIONS, IGNORED, ROUTES
 from tests.reading import ROOT
 from tests.server.serving import Served
@@ -91,7 +91,7 @@ def test_impossible_counts(server: Served, n: Any) -> None:
         ({**HELLO, "schema": {"type": 3}}, "schema"),
         ({**HELLO, "guided_json": {"type": "object"}}, "schema"),
         ({**HELLO, "strategy": "beem"}, "beam"),
-        ({**HELLO, "tools": [{"type": "function"}]}, "tools"),
+        ({**HELLO, "tools": [{"type": "function"}]}, "tools belongs to messages"),
         ({**HELLO, "num_beams": 3, "num_return_sequences": 5}, "num_return_sequences"),
         ({**HELLO, "adapters": {"nobody": 1.0}}, "nobody"),
     ],
@@ -146,3 +146,4 @@ def test_the_table_is_the_documents(server: Served) -> None:
         properties = schema["application/json"]["schema"]["properties"]
         assert {*properties} == {*route.fields, *route.ignored}
     assert {*COMPLETIONS.fields} - {*CHAT.fields} == {"prompt", "echo"}
+    assert {*COMPLETIONS.fields} & {*OF_MESSAGES} == set()

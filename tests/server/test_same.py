@@ -113,14 +113,14 @@ def require_same(server: Served, seed: int) -> bool:
 
 @pytest.mark.filterwarnings("ignore")
 def test_random_requests_are_those_of_the_library(server: Served) -> None:
-    errors = sum(require_same(server, seed) for seed in range(200))
-    assert errors < 40, "the draws are mostly possible"
+    errors = sum(require_same(server, seed) for seed in range(60))
+    assert errors < 15, "the draws are mostly possible"
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_two_thousand_random_requests(server: Served) -> None:
-    for seed in range(200, 2000):
+    for seed in range(60, 2000):
         require_same(server, seed)
 
 

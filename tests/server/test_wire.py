@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -17,8 +18,9 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
-def client(server: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+def client(server: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as one:
+        yield one
 
 
 def test_a_chat_whole_and_streamed(client: openai.OpenAI) -> None:

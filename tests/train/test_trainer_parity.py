@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,12 @@ KINDS = {
     "lora": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
     "rslora with a part": {"r": 3, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]},
     "dora": {"r": 2, "use_dora": True, "target_modules": ["v_proj", "up_proj"]},
+    "parts": {
+        "r": 2,
+        "target_modules": ["lm_head", "q_proj"],
+        "modules_to_save": ["norm", "o_proj"],
+        "trainable_token_indices": [5, 9],
+    },
 }
 
 
@@ -174,7 +181,9 @@ def test_steps_of_an_adapter_are_pefts(name: str, tmp_path: Path) -> None:
         peft_config=es.LoraConfig(**KINDS[name]),
     )
     first = {
-        key.replace(".default", "").replace("vector.weight", "vector"): one.detach().clone()
+        re.sub(r"\.default|\.modules_to_save", "", key).replace("vector.weight", "vector"): (
+            one.detach().clone()
+        )
         for key, one in tuned.named_parameters()
         if one.requires_grad
     }

@@ -1,6 +1,16 @@
-"""Changes of a model's projections, chosen by each request for itself."""
+"""Changes of a model's maps, chosen by each request for itself."""
 
-from everystep.adapters.adapter import Adapter, AdapterUse, Mix, adapted, merged, ordered, uses_of
+from everystep.adapters.adapter import (
+    CHANGED_EMBEDDINGS,
+    EVERY_PART,
+    Adapter,
+    AdapterUse,
+    Mix,
+    adapted,
+    merged,
+    ordered,
+    uses_of,
+)
 from everystep.adapters.changes import (
     EVERY_CHANGE,
     AdapterChange,
@@ -25,7 +35,9 @@ from everystep.adapters.peft_folder import read_adapter, write_adapter
 from everystep.adapters.weighted import Combination, weighted_adapter
 
 __all__ = [
+    "CHANGED_EMBEDDINGS",
     "EVERY_CHANGE",
+    "EVERY_PART",
     "Adapter",
     "AdapterChange",
     "AdapterConfig",

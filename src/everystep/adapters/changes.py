@@ -52,11 +52,14 @@ class AdapterChange(ABC):
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
         """Return the same change on a device, in a type."""
         own: Any = self
-        found = {
-            one.name: value.to(device, dtype)
-            for one in fields(own)
-            if isinstance(value := getattr(self, one.name), Tensor | AdapterChange)
-        }
+        found: dict[str, Tensor | AdapterChange] = {}
+        for one in fields(own):
+            value = getattr(self, one.name)
+            if isinstance(value, AdapterChange):
+                found[one.name] = value.to(device, dtype)
+            elif isinstance(value, Tensor):
+                counts = not value.is_floating_point()
+                found[one.name] = value.to(device, value.dtype if counts else dtype)
         return cast(Self, replace(own, **found))
 
 
@@ -75,6 +78,10 @@ class Addition(AdapterChange):
     @abstractmethod
     def product(self, dtype: torch.dtype) -> Tensor:
         """Return (rows, in), the weight of what is added."""
+
+    def rows_at(self, ids: Tensor) -> Tensor:
+        """Return (n, in): these (n,) rows of the weight of what is added, as a table is read."""
+        raise NotImplementedError
 
     def after(self, y: Tensor, x: Tensor, bias: Tensor | None, weight: float) -> Tensor:
         return y + self(x) * weight
@@ -114,17 +121,25 @@ class Delta(Addition):
     def product(self, dtype: torch.dtype) -> Tensor:
         return self.b.to(dtype) @ self.a.to(dtype) * self.scale
 
+    def rows_at(self, ids: Tensor) -> Tensor:
+        return (self.b[ids] @ self.a) * self.scale
+
     def in_bias(self, bias: Tensor | None, weight: float) -> Tensor | None:
-        if self.shift is None:
-            return bias
-        if bias is None:
-            raise UnsupportedError(
-                "an adapter adds a bias to a projection that has none",
-                wanted="an adapter without lora_bias, to be merged into the weights",
-                got=f"a bias of {self.rows} values",
-                do="Name it in each call instead of merging it",
-            )
-        return bias + self.shift.to(bias.dtype) * (self.scale * weight)
+        return _shifted(bias, self.shift, self.scale * weight)
+
+
+def _shifted(bias: Tensor | None, shift: Tensor | None, share: float) -> Tensor | None:
+    """Return a bias with so much of a shift added."""
+    if shift is None:
+        return bias
+    if bias is None:
+        raise UnsupportedError(
+            "an adapter adds a bias to a projection that has none",
+            wanted="an adapter without lora_bias, to be merged into the weights",
+            got=f"a bias of {len(shift)} values",
+            do="Name it in each call instead of merging it",
+        )
+    return bias + shift.to(bias.dtype) * share
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,6 +182,82 @@ class Kronecker(Addition):
 
     def product(self, dtype: torch.dtype) -> Tensor:
         return torch.kron(self.left.to(dtype), self.right.to(dtype))
+
+
+# --- whole modules and rows ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replacement(Addition):
+    """A difference that makes another weight of one: `difference` (rows, in), and `shift` (rows,)
+    of the bias, None where there is none.
+
+    A module that was trained as a whole, as a difference from that of the model.
+    """
+
+    needs: ClassVar[str | None] = "whole modules"
+    difference: Tensor
+    start: int = 0
+    shift: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.difference)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = x @ self.difference.T
+        return y if self.shift is None else y + self.shift
+
+    def product(self, dtype: torch.dtype) -> Tensor:
+        return self.difference.to(dtype)
+
+    def rows_at(self, ids: Tensor) -> Tensor:
+        return self.difference[ids]
+
+    def in_bias(self, bias: Tensor | None, weight: float) -> Tensor | None:
+        return _shifted(bias, self.shift, weight)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRows(Addition):
+    """Differences that make others of some of the `height` rows: `differences` (n, in) of the rows
+    `tokens` (n,), each of which stands there once.
+    """
+
+    differences: Tensor
+    tokens: Tensor
+    height: int
+    start: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.height
+
+    def __call__(self, x: Tensor) -> Tensor:
+        found = x @ self.differences.T
+        wide = found.new_zeros(*found.shape[:-1], self.height)
+        return wide.index_copy(-1, self.tokens, found)
+
+    def product(self, dtype: torch.dtype) -> Tensor:
+        own = self.differences.to(dtype)
+        return own.new_zeros(self.height, own.shape[1]).index_copy(0, self.tokens, own)
+
+    def rows_at(self, ids: Tensor) -> Tensor:
+        return (ids[:, None] == self.tokens).to(self.differences.dtype) @ self.differences
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormChange:
+    """A difference that makes another norm of one: (E,) of its weight and of its bias, None where
+    it has none."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> NormChange:
+        """Return the same change on a device, in a type."""
+        bias = None if self.bias is None else self.bias.to(device, dtype)
+        return NormChange(self.weight.to(device, dtype), bias)
 
 
 # --- what turns or scales -------------------------------------------------------------------------
@@ -279,6 +370,6 @@ class Magnitude(AdapterChange):
 
 
 EVERY_CHANGE = frozenset(
-    one.needs for one in (Kronecker, Rotation, InputScaling) if one.needs is not None
+    one.needs for one in (Kronecker, Rotation, InputScaling, Replacement) if one.needs is not None
 )
 """The abilities of an executor that makes changes of every class."""

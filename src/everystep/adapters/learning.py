@@ -15,11 +15,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from everystep.adapters.adapter import ROLES, Adapter, Mix
-from everystep.adapters.changes import AdapterChange, Addition, Magnitude
+from everystep.adapters.adapter import (
+    ROLES,
+    TABLE,
+    AdaptedRows,
+    Adapter,
+    Mix,
+    additions_of,
+    norm_with,
+    rebuilt,
+)
+from everystep.adapters.changes import AdapterChange, Delta, Magnitude
 from everystep.adapters.peft_adapter import PeftAdapter
 from everystep.models.decoder import Decoder
 from everystep.nn.linear import LinearMap, Matrix, dense, rows_of, weights_of
+from everystep.nn.norm import Norm
+from everystep.nn.places import places_among
 
 _STRETCH_VALUES = 1 << 22  # of a quantised weight that are values at a time, on the way back
 
@@ -91,10 +102,10 @@ class _Step:
     ) -> Tensor:
         """Turn what the inside gives (n, rows) of `x` (n, in) into what comes of it; `plain`: maps
         (n, in) to (n, rows) without changes."""
-        if not self.dropout or not isinstance(self.change, Addition | Magnitude):
+        if not self.dropout or not isinstance(self.change, Delta | Magnitude):
             return self.change.after(y, x, bias, self.weight)
         read = F.dropout(x, self.dropout)
-        if isinstance(self.change, Addition):
+        if isinstance(self.change, Delta):
             return self.change.after(y, read, bias, self.weight)
         # The lengths of a DoRA change what the map makes of what is left, as in PEFT.
         found = plain(read)
@@ -129,6 +140,13 @@ class _LearningLinear(LinearMap):
             else:
                 y = y.index_copy(0, places, self._changed(y[places], x[places], parts))
         return y
+
+    def at(self, places: Tensor) -> LinearMap:
+        asked = tuple(
+            (None if own is None else places_among(own, places)[1], parts)
+            for own, parts in self.asked
+        )
+        return replace(self, asked=asked)
 
     def matrix(self) -> Matrix:
         """Return the weight of the map, without changes."""
@@ -174,30 +192,48 @@ def learning(
     dropout = {name: adapters[name].dropout for name in used}
     through = frozen and torch.is_grad_enabled() and any(adapters[name].learns for name in used)
 
+    def changed(key: str, base: Any) -> Any:
+        if isinstance(base, Norm):
+            found = (
+                ([(live[n].norms[key], w) for n, w in mix if key in live[n].norms], at)
+                for mix, at in placed
+            )
+            return norm_with(base, [one for one in found if one[0]])
+        wanted = tuple(
+            (at, parts) for mix, at in placed if (parts := _parts(key, live, dropout, mix))
+        )
+        return _LearningLinear(base, base.bias, wanted) if wanted else base
+
+    placed = [(mix, None if at is None else at.to(decoder.device)) for mix, at in asked]
+    base = _passed(decoder) if through else decoder
+    made = rebuilt(base, {key for one in live.values() for key in one.changed}, changed)
+    rows = tuple(
+        (change, at, weight)
+        for mix, at in placed
+        for name, weight in mix
+        for change in additions_of(live[name], TABLE)
+    )
+    return replace(made, changes_rows=AdaptedRows(rows)) if rows else made
+
+
+def _passed(decoder: Decoder) -> Decoder:
+    """Return the decoder with maps that a gradient passes through, and none to their weights."""
+
     def passed(base: Any) -> Any:
-        return _Frozen(base, base.bias) if through and isinstance(base, LinearMap) else base
+        return _Frozen(base, base.bias) if isinstance(base, LinearMap) else base
 
     layers = []
-    for index, layer in enumerate(decoder.layers):
-        changed: dict[str, Any] = {}
-        for role in ROLES:
-            base = passed(getattr(layer, role))
-            key = f"layers.{index}.{role}"
-            wanted = tuple(
-                (None if places is None else places.to(decoder.device), parts)
-                for mix, places in asked
-                if (parts := _parts(key, live, dropout, mix))
-            )
-            changed[role] = _LearningLinear(base, base.bias, wanted) if wanted else base
-        if through and layer.experts is not None:
+    for layer in decoder.layers:
+        maps: dict[str, Any] = {role: passed(getattr(layer, role)) for role in ROLES}
+        if layer.experts is not None:
             experts = layer.experts
-            changed["experts"] = replace(
+            maps["experts"] = replace(
                 experts,
                 router=passed(experts.router),
                 up=tuple(map(passed, experts.up)),
                 down=tuple(map(passed, experts.down)),
             )
-        layers.append(replace(layer, **changed))
+        layers.append(replace(layer, **maps))
     return replace(decoder, layers=tuple(layers), head=passed(decoder.head))
 
 

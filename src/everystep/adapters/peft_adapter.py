@@ -17,16 +17,15 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from everystep.adapters.adapter import Adapter
-from everystep.adapters.changes import AdapterChange
+from everystep.adapters.adapter import HEAD, TABLE, Adapter
+from everystep.adapters.changes import AdapterChange, NormChange
 from everystep.adapters.peft_kinds import KINDS, AdaptedModule, AdapterKind, scale_patterns
-from everystep.adapters.targets import Target, require_target, targets_of
+from everystep.adapters.peft_parts import PREFIX, AdapterPart, ExpertsPart, Twin, sorted_parts
+from everystep.adapters.targets import AdaptableParts, Target, parts_of, require_target
 from everystep.errors import FormatError, RequestError, UnsupportedError, shown
 from everystep.models import Model, refuse_copies
 from everystep.models.config import Fields
 from everystep.nn.modes import ordinary_mode
-
-PREFIX = "base_model.model."
 
 _SHARED = re.compile(r"base_model\.(vera_[AB])")
 _TENSOR = re.compile(r"base_model\.model\.(.+?)\.((?:lora|hada|lokr|oft|ia3|vera)_.+)")
@@ -64,7 +63,7 @@ class AdapterPlan:
     """The changes that an adapter makes of a model, without the values of its tensors.
 
     `modules`: each projection with the names of its tensors, by what they are. `shared`: the names
-    of those that all of them have in common.
+    of those that all of them have in common. `parts`: what it holds beside.
     """
 
     model: Model
@@ -72,6 +71,7 @@ class AdapterPlan:
     kind: AdapterKind
     modules: tuple[tuple[Target, Mapping[str, str]], ...]
     shared: Mapping[str, str]
+    parts: tuple[AdapterPart, ...] = ()
 
     @classmethod
     def of(cls, config: Fields, names: Iterable[str], model: Model) -> AdapterPlan:
@@ -79,20 +79,22 @@ class AdapterPlan:
 
         Raise FormatError for tensors that do not fit each other, and UnsupportedError for a kind
         that is not known, a key or a tensor that would make it compute something else, and a
-        target that is not a projection of a decoder's layer.
+        target that cannot be adapted.
         """
-        kind, targets = _kind(config), targets_of(model)
-        transposed = any(one.part.transposed for one in targets.values())
+        kind, known = _kind(config), parts_of(model)
+        transposed = any(one.part.transposed for one in known.projections.values())
         _require_known(config, kind, transposed=transposed)
-        shared, modules = _sorted(names, kind)
+        left, parts = sorted_parts(names, config, known)
+        shared, modules = _sorted(left, kind, alone=not parts)
         found = tuple(
-            (require_target(targets, name, model), held) for name, held in modules.items()
+            (require_target(known.maps, name, model), held) for name, held in modules.items()
         )
-        for target, _ in found:
+        for target, held in found:
             if target.part.transposed and not kind.turned:
                 what = f"a {kind.name} of a projection that lies transposed is not supported"
                 raise UnsupportedError(what, got=target.module, do=_MERGE)
-        return cls(model, config, kind, found, shared)
+            _require_place(target, held, kind, config, known)
+        return cls(model, config, kind, found, shared, parts)
 
     def made(self, tensors: Mapping[str, Tensor]) -> Adapter:
         """Return the adapter that tensors of these names make, in the model's place and type.
@@ -110,7 +112,38 @@ class AdapterPlan:
                 target.module, target.shape, target.part, own | common, patterns, matrix
             )
             changes.setdefault(target.key, []).append(self.kind.make(self.config, module))
-        return Adapter({key: tuple(found) for key, found in changes.items()})
+        norms: dict[str, NormChange] = {}
+        for part in self.parts:
+            placed = {name: self._placed(tensors[name]) for name in part.names.values()}
+            for key, change in part.changes(self.model, placed):
+                if isinstance(change, NormChange):
+                    norms[key] = change
+                else:
+                    changes.setdefault(key, []).append(change)
+        return Adapter({key: tuple(found) for key, found in changes.items()}, norms)
+
+    @property
+    def beside_gradients(self) -> tuple[str, ...]:
+        """The keys by which PEFT changes it by other means than gradients while it learns."""
+        keys: tuple[str, ...] = _BESIDE_GRADIENTS
+        tied = self.model.spec.tied
+        if tied and {TABLE, HEAD} <= {target.key for target, _ in self.modules}:
+            keys = (*keys, "ensure_weight_tying")  # two tensors in one memory, both of which learn
+        if any(isinstance(part, ExpertsPart) for part in self.parts):
+            keys = (*keys, "lora_dropout")
+        return keys
+
+    @property
+    def fixed(self) -> set[str]:
+        """The names of the tensors that do not learn by themselves."""
+        own = (name for part in self.parts if not part.learns for name in part.names.values())
+        return {*self.shared.values(), *own}
+
+    @property
+    def twins(self) -> dict[str, str]:
+        """The names of tensors that stand for another, and of that."""
+        twins = (part for part in self.parts if isinstance(part, Twin))
+        return {name: part.of for part in twins for name in part.names.values()}
 
     def _placed(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.model.device, self.model.dtype)
@@ -123,13 +156,14 @@ class PeftAdapter:
     """
 
     __reduce_ex__ = refuse_copies
-    __slots__ = ("_kept", "_plan", "_seen", "_tensors", "training")
+    __slots__ = ("_kept", "_plan", "_tensors", "training")
 
     def __init__(self, plan: AdapterPlan, tensors: Mapping[str, Tensor]) -> None:
         self._plan = plan
         self._tensors = dict(tensors)
-        self._kept: Adapter | None = None
-        self._seen: dict[str, Tensor | int] = {}  # of what is kept: copies, or versions
+        self._join_twins()
+        # What was computed last, with copies of the values that learn.
+        self._kept: tuple[Adapter, Mapping[str, Tensor]] | None = None
         self.training = False
 
     @property
@@ -151,6 +185,12 @@ class PeftAdapter:
         }
 
     @property
+    def has_parts(self) -> bool:
+        """True if it changes embeddings or experts, or holds whole modules or rows of tokens."""
+        by_rows = any(target.key == TABLE for target, _ in self._plan.modules)
+        return by_rows or bool(self._plan.parts)
+
+    @property
     def learns(self) -> bool:
         """True if any of its tensors require gradients."""
         return any(one.requires_grad for one in self._tensors.values())
@@ -167,8 +207,8 @@ class PeftAdapter:
 
         They are leaves: a change of one changes what the adapter computes in later calls.
         """
-        shared = self._plan.shared.values()
-        return ((name, one) for name, one in self._tensors.items() if name not in shared)
+        fixed = self._plan.fixed
+        return ((name, one) for name, one in self._tensors.items() if name not in fixed)
 
     def parameters(self) -> Iterator[Tensor]:
         """Yield the same without names, as optimizers take them."""
@@ -180,7 +220,7 @@ class PeftAdapter:
         UnsupportedError for one that PEFT changes by other means than gradients while it learns.
         """
         values = self._plan.config.values
-        beside = (key for key in _BESIDE_GRADIENTS if values.get(key))
+        beside = (key for key in self._plan.beside_gradients if values.get(key))
         if requires_grad and (key := next(beside, None)):
             raise UnsupportedError(
                 f"{key} is not supported while an adapter learns",
@@ -194,8 +234,13 @@ class PeftAdapter:
                 if requires_grad and (one.dtype != wide or one.is_inference()):
                     one = self._tensors[name] = one.detach().to(wide, copy=True)
                 one.requires_grad_(requires_grad)
+        self._join_twins()
         self._kept = None
         return self
+
+    def _join_twins(self) -> None:
+        for name, other in self._plan.twins.items():
+            self._tensors[name] = self._tensors[other]
 
     def train(self, mode: bool = True) -> PeftAdapter:
         """Return the adapter itself, in training mode or out of it; RequestError unless it
@@ -216,34 +261,34 @@ class PeftAdapter:
 
         It is the same object for as long as no value has changed.
         """
-        kept = self._kept
-        if kept is None or not all(map(self._is_as_seen, self._tensors)):
+        kept = None if self._follows_weights else self._kept
+        if kept is None or not self._has_values(kept[1]):
+            learning = {name: one for name, one in self._tensors.items() if one.requires_grad}
             with torch.no_grad():
-                held = {
-                    name: one.detach().clone() if one.requires_grad else one
-                    for name, one in self._tensors.items()
-                }
-                kept = self._plan.made(held)
-            seen = {
-                name: held[name] if one.requires_grad else _changes_in(one)
-                for name, one in self._tensors.items()
-            }
-            self._seen, self._kept = seen, kept
-        return kept
+                seen = {name: one.detach().clone() for name, one in learning.items()}
+                kept = self._kept = self._plan.made(self._tensors | seen), seen
+        return kept[0]
 
-    def _is_as_seen(self, name: str) -> bool:
-        """Tell whether a tensor has the values that are kept of it.
+    def _has_values(self, seen: Mapping[str, Tensor]) -> bool:
+        """Tell whether the tensors that learn are as they were seen.
 
-        Values that learn are compared, since an optimizer may write them past their version.
+        Their values are compared, since an optimizer may write them past the versions of torch.
         """
-        one, seen = self._tensors[name], self._seen.get(name)
-        if isinstance(seen, Tensor):
-            return one.requires_grad and torch.equal(one.detach(), seen)
-        return not one.requires_grad and _changes_in(one) == seen
+        learning = {name: one for name, one in self._tensors.items() if one.requires_grad}
+        return learning.keys() == seen.keys() and all(
+            torch.equal(one.detach(), seen[name]) for name, one in learning.items()
+        )
 
     def live(self) -> Adapter:
         """Return what it computes, differentiable in its tensors where they learn."""
-        return self._plan.made(self._tensors) if self.learns else self.now()
+        anew = self.learns or self._follows_weights
+        return self._plan.made(self._tensors) if anew else self.now()
+
+    @property
+    def _follows_weights(self) -> bool:
+        """True if what it computes changes with weights of the model, which learn."""
+        reads = bool(self._plan.parts or self._plan.config.values.get("use_dora"))
+        return reads and self._plan.model.learns
 
     def follow(self, model: Model) -> None:
         """Belong to a model that was moved or converted; tensors that learn stay the same leaves,
@@ -252,11 +297,6 @@ class PeftAdapter:
             if one.requires_grad:
                 one.data = one.data.to(model.device)
         self._plan, self._kept = replace(self._plan, model=model), None
-
-
-def _changes_in(tensor: Tensor) -> int:
-    """Return how often the values were changed in place, as far as torch counts it."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 # --- the configuration ----------------------------------------------------------------------------
@@ -305,11 +345,36 @@ def _require_known(config: Fields, kind: AdapterKind, *, transposed: bool) -> No
 # --- the tensors ----------------------------------------------------------------------------------
 
 
+def _require_place(
+    target: Target,
+    held: Mapping[str, str],
+    kind: AdapterKind,
+    config: Fields,
+    known: AdaptableParts,
+) -> None:
+    """Refuse tensors that mean nothing where they are: tables are read by rows, maps are not."""
+    by_rows, is_table = "lora_embedding_A" in held, target.key == TABLE
+    if by_rows != is_table:
+        wanted = "lora_embedding_A and lora_embedding_B" if is_table else "lora_A and lora_B"
+        what = f"the adapter's tensors for {target.module!r} do not fit what it is"
+        raise FormatError(what, wanted=wanted, got=", ".join(held))
+    keys = ("use_dora", "lora_bias") if is_table else ()
+    if key := next((one for one in keys if config.values.get(one)), None):
+        what = f"a {kind.name} of embeddings with {key} is not supported"
+        raise UnsupportedError(what, wanted=f"{key}=False", got=target.module, do=_MERGE)
+    if target.module in known.routers and kind is not KINDS["LORA"]:
+        what = f"a {kind.name} of a router is not supported"
+        raise UnsupportedError(what, wanted="a LoRA", got=target.module, do=_MERGE)
+
+
 def _sorted(
-    names: Iterable[str], kind: AdapterKind
+    names: Iterable[str], kind: AdapterKind, *, alone: bool
 ) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
     """Return the names of the tensors that all modules share, and of those of each module, by what
-    they are."""
+    they are.
+
+    `alone`: whether the adapter holds nothing beside them.
+    """
     shared: dict[str, str] = {}
     found: dict[str, dict[str, str]] = {}
     for name in names:
@@ -331,9 +396,9 @@ def _sorted(
         if not any(needed <= {*held} for needed in kind.needed):
             wanted = ", or ".join(" and ".join(sorted(needed)) for needed in kind.needed)
             raise FormatError(f"the adapter has half of {module!r}", wanted=wanted, got=[*held])
-    if not found:
+    if not found and alone:
         raise FormatError("the adapter holds no tensors")
-    if missing := kind.shared - {*shared}:
+    if found and (missing := kind.shared - {*shared}):
         raise FormatError(
             f"the adapter lacks what all modules of a {kind.name} share",
             wanted=", ".join(sorted(missing)),

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everystep.adapters.peft_adapter import PREFIX, AdapterPlan, PeftAdapter
+from everystep.adapters.adapter import TABLE
+from everystep.adapters.peft_adapter import AdapterPlan, PeftAdapter
 from everystep.adapters.peft_kinds import scale_patterns, setting_of
-from everystep.adapters.targets import Target, Targets, targets_of
+from everystep.adapters.peft_parts import BASE, PREFIX, own_values
+from everystep.adapters.targets import AdaptableParts, Target, Targets, parts_of
 from everystep.config.kinds import is_integer, is_number, require
 from everystep.errors import RequestError, UnsupportedError, nearest, shown
 from everystep.models import Model
@@ -23,6 +25,8 @@ from everystep.nn.modes import ordinary_mode
 ALL_LINEAR = "all-linear"
 
 Names = str | Collection[str] | None
+Tokens = Sequence[int] | Mapping[str, Sequence[int]] | None
+"""Ids of tokens, of the table of embeddings or by the names of modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +34,12 @@ class LoraConfig:
     """A LoRA that is to learn, by PEFT's names and with PEFT's defaults.
 
     `target_modules`: names of modules or ends of them, a regular expression for whole names, or
-    "all-linear" for all projections of the layers; None for those that make queries and values.
+    "all-linear" for all projections of the layers; None for those that make queries and values. The
+    head and the table of embeddings are modules too. `modules_to_save`: ends of names of modules
+    that learn as a whole. `trainable_token_indices`: ids whose rows of the table learn, and of the
+    head where that is the table; or such lists by module. `target_parameters`: ends of names of
+    parameters, as "mlp.experts.gate_up_proj" for all experts of a layer. `ensure_weight_tying`:
+    a table that learns as a whole stays the head of a model that has one matrix for both.
     `init_lora_weights`: True for PEFT's own way, which adds nothing at first, "gaussian" likewise
     from a normal distribution, False for random values.
     """
@@ -49,6 +58,9 @@ class LoraConfig:
     layers_to_transform: int | Sequence[int] | None = None
     layers_pattern: Names = None
     modules_to_save: Sequence[str] | None = None
+    trainable_token_indices: Tokens = None
+    target_parameters: Sequence[str] | None = None
+    ensure_weight_tying: bool = False
     init_lora_weights: bool | str = True
     task_type: str | None = "CAUSAL_LM"
 
@@ -58,8 +70,9 @@ class LoraConfig:
         share, begun = self.lora_dropout, self.init_lora_weights
         fits = is_number(share) and 0 <= share < 1
         require(fits, "lora_dropout", "a number from 0 to below 1", share)
-        for name in ("use_rslora", "use_dora", "lora_bias"):
+        for name in ("use_rslora", "use_dora", "lora_bias", "ensure_weight_tying"):
             _require_flag(name, getattr(self, name))
+        _require_parts(self)
         fits = isinstance(begun, bool) or begun == "gaussian"
         require(fits, "init_lora_weights", "True, False or 'gaussian'", begun)
         if self.bias != "none":
@@ -106,8 +119,8 @@ def new_adapter(config: AdapterConfig, model: Model, name: str = "") -> PeftAdap
     RequestError for a configuration that finds no module or cannot be, and UnsupportedError for a
     model that takes no adapters.
     """
-    targets = targets_of(model)
-    chosen = _chosen(config, targets)
+    known = parts_of(model)
+    chosen, parameters = _chosen(config, known), _parameters(config, known)
     kind, draw = ("LORA", _lora) if isinstance(config, LoraConfig) else ("LOHA", _loha)
     settings = {
         "peft_type": kind,
@@ -117,6 +130,7 @@ def new_adapter(config: AdapterConfig, model: Model, name: str = "") -> PeftAdap
     }
     if any(one.part.transposed for one in chosen):
         settings["fan_in_fan_out"] = True
+    _keep_tied(settings, chosen, known)
     values = Fields(settings, "the adapter's configuration")
     patterns = scale_patterns(values)
     wide = torch.promote_types(model.dtype, torch.float32)
@@ -125,7 +139,15 @@ def new_adapter(config: AdapterConfig, model: Model, name: str = "") -> PeftAdap
         for target in chosen:
             rank = int(setting_of(patterns["rank_pattern"], target.module, config.r))
             for what, drawn in draw(config, target, rank, model).items():  # type: ignore[arg-type]
-                tensors[f"{PREFIX}{target.module}.{what}"] = drawn.to(model.device, wide)
+                tensors[f"{PREFIX}{target.module}.{what}"] = drawn
+        for parameter, module, shape, count in parameters:
+            rank = int(setting_of(patterns["rank_pattern"], parameter, config.r))
+            pair = _factors(config, *shape, rank, count)  # type: ignore[arg-type]
+            tensors |= {f"{PREFIX}{module}.{what}": one for what, one in pair.items()}
+        whole = own_values(values, model, known)
+        _refuse_twice([one.module for one in chosen], [home for _, home, _, _ in parameters], whole)
+        tensors |= whole
+        tensors = {name: one.to(model.device, wide) for name, one in tensors.items()}
     plan = AdapterPlan.of(values, tensors, model)
     found = PeftAdapter(plan, tensors)
     found.now()  # which finds what does not fit
@@ -135,27 +157,133 @@ def new_adapter(config: AdapterConfig, model: Model, name: str = "") -> PeftAdap
 # --- which modules --------------------------------------------------------------------------------
 
 
-def _chosen(config: AdapterConfig, targets: Targets) -> list[Target]:
-    """Return the projections that a configuration names, in the network's order."""
+def _chosen(config: AdapterConfig, known: AdaptableParts) -> list[Target]:
+    """Return the maps that a configuration names, in the network's order."""
     wanted, excluded = config.target_modules, _matcher("exclude_modules", config.exclude_modules)
+    targets = known.projections
     if wanted is None:
         found = [one for one in targets.values() if _makes_queries_or_values(one, targets)]
     elif wanted == ALL_LINEAR:
         found = list(targets.values())
     else:
-        _refuse_strangers(wanted, targets)
         named = _matcher("target_modules", wanted)
+        targets = {one.module: one for one in (known.table, *targets.values(), known.head)}
+        _refuse_strangers(wanted, targets)
         found = [one for one in targets.values() if named(one.module)]
     in_layers = _layers(config)
     found = [one for one in found if in_layers(one.module) and not excluded(one.module)]
-    if not found:
+    if not found and not _names_parts(config):
         raise RequestError(
             "the adapter's configuration names no projection of this model",
             wanted=", ".join(sorted({_end(one) for one in targets})),
             got=f"target_modules={shown(wanted)}",
             do='Name some of these, or pass target_modules="all-linear"',
         )
+    _refuse_loha_of_rows(config, found, known)
     return found
+
+
+def _names_parts(config: AdapterConfig) -> bool:
+    """Return whether a configuration names anything beside target_modules."""
+    if isinstance(config, LoraConfig) and (
+        config.target_parameters or config.trainable_token_indices
+    ):
+        return True
+    return bool(config.modules_to_save)
+
+
+def _refuse_loha_of_rows(
+    config: AdapterConfig, chosen: Sequence[Target], known: AdaptableParts
+) -> None:
+    if isinstance(config, LoHaConfig) and known.table in chosen:
+        raise UnsupportedError(
+            "a LoHa of embeddings is not supported",
+            wanted="projections of layers, or the head",
+            got=known.table.module,
+            do="Take an es.LoraConfig, or name it in modules_to_save",
+        )
+
+
+_Parameter = tuple[str, str, tuple[int, int], int]
+"""A parameter, the module that its tensors are saved under, (rows, in), and how many matrices."""
+
+
+def _parameters(config: AdapterConfig, known: AdaptableParts) -> list[_Parameter]:
+    """Return what target_parameters names, in the network's order; UnsupportedError for a name that
+    finds nothing, as PEFT would pass over it in silence."""
+    wanted = (isinstance(config, LoraConfig) and config.target_parameters) or ()
+    plain = [one for one in known.maps.values() if one is not known.table]
+    found: list[_Parameter] = []
+    for target in plain:
+        parameter = f"{target.module}.weight"
+        if any(_is_named(parameter, name) for name in wanted):
+            if target.part.transposed:
+                what = "target_parameters names what lies transposed"
+                raise UnsupportedError(what, got=parameter, do="Name it in target_modules")
+            found.append((parameter, target.module, target.shape, 1))
+    named = [one for one in known.stacks if any(_is_named(one, name) for name in wanted)]
+    for one in named:
+        home, stack = one.rpartition(".")[0], known.stacks[one]
+        later = [other for other in named if other.rpartition(".")[0] == home]
+        # PEFT wraps one after another, so the last of a module is the outermost.
+        depth = len(later) - 1 - later.index(one)
+        found.append((one, home + BASE * depth, stack.shape, len(stack.keys)))
+    names = [one for one, *_ in found]
+    if strangers := [w for w in wanted if not any(_is_named(one, w) for one in names)]:
+        every = {*known.stacks, *(f"{one.module}.weight" for one in plain)}
+        close = nearest(strangers[0], {".".join(one.split(".")[-2:]) for one in every})
+        raise UnsupportedError(
+            "target_parameters names what is no parameter that can be adapted",
+            wanted="stacks of experts, or weights of projections and routers",
+            got=shown(strangers[0]),
+            do=f"The nearest is {close!r}" if close else "Leave it out",
+        )
+    return sorted(found, key=lambda one: _layer_of(one[0]))
+
+
+def _refuse_twice(
+    modules: Sequence[str], homes: Sequence[str], whole: Mapping[str, Tensor]
+) -> None:
+    """Refuse a module that is asked for in two ways, which PEFT refuses too."""
+    bodies = [name.removeprefix(PREFIX) for name in whole]
+    each = {one.rpartition(".")[0] for one in bodies}
+    rows = {one.removesuffix(".token_adapter") for one in each if one.endswith(".token_adapter")}
+    held = {*bodies, *each}
+    inside = ({*modules, *homes} & (held | rows)) | ({*modules} & {*homes}) | (rows & held)
+    if inside:
+        raise RequestError(
+            "a module is asked for in two ways",
+            wanted="each in one of target_modules, target_parameters, modules_to_save and "
+            "trainable_token_indices",
+            got=", ".join(sorted(inside)),
+            do="Leave it out of the others",
+        )
+
+
+def _layer_of(parameter: str) -> int:
+    """Return the number of the layer that a parameter is in, a big one for what comes after."""
+    return next((int(one) for one in parameter.split(".") if one.isdigit()), 1 << 30)
+
+
+def _keep_tied(settings: dict[str, Any], chosen: Sequence[Target], known: AdaptableParts) -> None:
+    """Name a table that is to stay the head as PEFT does; UnsupportedError for low ranks of both,
+    which PEFT trains as two tensors in one memory."""
+    if not settings.get("ensure_weight_tying"):
+        return
+    if not known.tied:
+        raise RequestError(
+            "ensure_weight_tying has no effect: the head is a matrix of its own in this model",
+            wanted="a model whose head is its table of embeddings",
+            got="ensure_weight_tying=True",
+            do="Leave it out",
+        )
+    if known.table in chosen or known.head in chosen:
+        raise UnsupportedError(
+            "ensure_weight_tying is not supported for low ranks of embeddings and head",
+            wanted="modules_to_save=['embed_tokens'], or trainable_token_indices",
+            got=f"target_modules={shown(settings['target_modules'])}",
+            do="Leave ensure_weight_tying out, and both learn by themselves",
+        )
 
 
 def _makes_queries_or_values(one: Target, targets: Targets) -> bool:
@@ -170,7 +298,7 @@ def _refuse_strangers(wanted: Names, targets: Targets) -> None:
         if not any(_is_named(one, name) for one in targets):
             close = nearest(name, {_end(one) for one in targets})
             raise UnsupportedError(
-                "target_modules names what is no projection of a layer of this model",
+                "target_modules names what is no projection, head or table of this model",
                 wanted=", ".join(sorted({_end(one) for one in targets})),
                 got=shown(name),
                 do=f"The nearest is {close!r}" if close else "Leave it out",
@@ -242,10 +370,21 @@ def _end(module: str) -> str:
 
 
 def _lora(config: LoraConfig, target: Target, rank: int, model: Model) -> dict[str, Tensor]:
-    rows, width = target.shape
+    if target.key == TABLE:
+        return _of_rows(config, target, rank)
+    found = _factors(config, *target.shape, rank)
+    if config.use_dora:
+        found["lora_magnitude_vector"] = _lengths(config, target, found, model)
+    return found
+
+
+def _factors(
+    config: LoraConfig, rows: int, width: int, rank: int, count: int = 1
+) -> dict[str, Tensor]:
+    """Return the factors of one matrix, or those of `count` side by side."""
     # PEFT makes two layers of torch first, whose own draws come before those that count.
-    down = nn.Linear(width, rank, bias=False, dtype=torch.float32, device="cpu")
-    up = nn.Linear(rank, rows, bias=config.lora_bias, dtype=torch.float32, device="cpu")
+    down = nn.Linear(width, rank * count, bias=False, dtype=torch.float32, device="cpu")
+    up = nn.Linear(rank * count, rows, bias=config.lora_bias, dtype=torch.float32, device="cpu")
     if config.init_lora_weights is not False:
         if config.init_lora_weights is True:
             nn.init.kaiming_uniform_(down.weight, a=math.sqrt(5))
@@ -257,9 +396,22 @@ def _lora(config: LoraConfig, target: Target, rank: int, model: Model) -> dict[s
     found = {"lora_A.weight": down.weight.detach(), "lora_B.weight": up.weight.detach()}
     if up.bias is not None:
         found["lora_B.bias"] = up.bias.detach()
-    if config.use_dora:
-        found["lora_magnitude_vector"] = _lengths(config, target, found, model)
     return found
+
+
+def _of_rows(config: LoraConfig, target: Target, rank: int) -> dict[str, Tensor]:
+    """Return the factors of the table; refuse what is not known of it, as PEFT does."""
+    for name in ("use_dora", "lora_bias"):
+        if getattr(config, name):
+            do = "Leave the embeddings out of target_modules"
+            what = f"{name} of embeddings is not supported"
+            raise UnsupportedError(what, wanted=f"{name}=False", got=target.module, do=do)
+    (ids, width), generator = target.shape, {"dtype": torch.float32, "device": "cpu"}
+    a, b = torch.randn(rank, ids, **generator), torch.randn(width, rank, **generator)  # type: ignore[call-overload]
+    if config.init_lora_weights is not False:
+        nn.init.zeros_(a)
+        nn.init.normal_(b)
+    return {"lora_embedding_A": a, "lora_embedding_B": b}
 
 
 def _lengths(
@@ -301,7 +453,7 @@ def _plain(config: AdapterConfig) -> dict[str, Any]:
 
     def plain(value: object) -> object:
         if isinstance(value, Mapping):
-            return dict(value)
+            return {key: plain(one) for key, one in value.items()}
         listed = isinstance(value, Collection) and not isinstance(value, str)
         return list(value) if listed else value  # type: ignore[call-overload]
 
@@ -321,14 +473,32 @@ def _require_common(config: AdapterConfig) -> None:
         require(isinstance(value, Mapping), name, "a mapping of names to numbers", value)
     task = config.task_type
     require(task in (None, "CAUSAL_LM"), "task_type", "'CAUSAL_LM' or None", task)
-    if config.modules_to_save:
+    saved = config.modules_to_save
+    listed = saved is None or (_are_names(saved) and not isinstance(saved, str))
+    require(listed, "modules_to_save", "a list of names, or None", saved)
+
+
+def _require_parts(config: LoraConfig) -> None:
+    """Refuse what PEFT refuses too: low ranks of parameters that are more than two factors."""
+    given, tokens = config.target_parameters, config.trainable_token_indices
+    listed = given is None or (_are_names(given) and not isinstance(given, str))
+    require(listed, "target_parameters", "a list of names, or None", given)
+    each = list(tokens.values()) if isinstance(tokens, Mapping) else [tokens]
+    fits = tokens is None or (bool(each) and all(map(_are_tokens, each)))
+    require(fits, "trainable_token_indices", "ids, or lists of ids by module, or None", tokens)
+    flags = ("lora_dropout", "lora_bias", "use_dora")
+    if given and (name := next((one for one in flags if getattr(config, one)), None)):
         raise UnsupportedError(
-            "modules that are trained as a whole are not part of an adapter here",
-            wanted="projections of the layers, in target_modules",
-            got=f"modules_to_save={shown(config.modules_to_save)}",
-            do="Leave modules_to_save out, or train the model's own weights after "
-            "model.requires_grad_()",
+            f"{name} is not supported beside target_parameters",
+            wanted=f"{name} left out",
+            got=f"{name}={shown(getattr(config, name))}",
+            do="Name modules in target_modules, or leave it out",
         )
+
+
+def _are_tokens(value: object) -> bool:
+    listed = isinstance(value, list | tuple) and bool(value)
+    return listed and all(is_integer(one) and one >= 0 for one in value)  # type: ignore[attr-defined]
 
 
 def _is_positive(value: object) -> bool:

@@ -8,6 +8,8 @@ import re
 from functools import partial
 from os import PathLike
 
+from torch import Tensor
+
 from everystep.adapters.peft_adapter import AdapterPlan, PeftAdapter
 from everystep.errors import FormatError, MissingFileError
 from everystep.files.atomic import atomic_files
@@ -39,9 +41,22 @@ def read_adapter(folder: str | PathLike[str], model: Model) -> PeftAdapter:
         got = f"{len(there)} of {len(weights.names())}"
         raise FormatError(f"{folder}: names of tensors stand for the same one", got=got)
     plan = AdapterPlan.of(Fields(values, str(folder / CONFIG)), there, model)
-    found = PeftAdapter(plan, {name: weights.load(one) for name, one in there.items()})
+    tensors = {name: _finite(name, weights.load(one)) for name, one in there.items()}
+    found = PeftAdapter(plan, tensors)
     found.now()  # which finds shapes that do not fit
     return found
+
+
+def _finite(name: str, tensor: Tensor) -> Tensor:
+    """Return the tensor; FormatError unless its values are finite floats."""
+    if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+        raise FormatError(
+            f"the adapter's tensor {name!r} cannot be computed with",
+            wanted="finite floating-point values",
+            got=str(tensor.dtype) if not tensor.is_floating_point() else "inf or nan",
+            do="Train it anew, with a smaller rate of learning or in float32",
+        )
+    return tensor
 
 
 def write_adapter(folder: str | PathLike[str], adapter: PeftAdapter) -> None:

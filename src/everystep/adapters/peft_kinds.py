@@ -123,11 +123,18 @@ def _pattern(config: Fields, key: str, name: str, value: object) -> tuple[re.Pat
 
 
 def _lora(config: Fields, module: AdaptedModule) -> AdapterChange:
-    a, b, start = module.tensors["lora_A"], module.tensors["lora_B"], module.part.start
     rank = int(module.setting("rank_pattern", config.integer("r", 8)))
-    module.require(lora_A=(rank, module.shape[1]), lora_B=(module.shape[0], rank))
     root = math.sqrt(rank) if config.flag("use_rslora", False) else rank
     scale = module.setting("alpha_pattern", config.number("lora_alpha", 8)) / root
+    rows, width = module.shape
+    if "lora_embedding_A" in module.tensors:
+        module.require(lora_embedding_A=(rank, rows), lora_embedding_B=(width, rank))
+        # A has a column for each id, B makes an embedding of it: the table's rows are ids.
+        return Delta(
+            module.tensors["lora_embedding_B"].T, module.tensors["lora_embedding_A"].T, scale
+        )
+    a, b, start = module.tensors["lora_A"], module.tensors["lora_B"], module.part.start
+    module.require(lora_A=(rank, width), lora_B=(rows, rank))
     shift = _only_if(config, "lora_bias", module, "lora_B.bias")
     lengths = _only_if(config, "use_dora", module, "lora_magnitude_vector")
     shift = None if shift is None else module.part.loaded(shift)
@@ -289,14 +296,20 @@ def _ia3(config: Fields, module: AdaptedModule) -> AdapterChange:
     return OutputScaling(module.part.loaded(factors[:, 0]), module.part.start)
 
 
+def _nothing(config: Fields, module: AdaptedModule) -> AdapterChange:
+    """Refuse a module: rows of tokens are read without one."""
+    raise FormatError("the adapter holds a tensor that means nothing", got=module.name)
+
+
 _PLAIN = frozenset({"lora_A", "lora_B"})
+_ROWS = frozenset({"lora_embedding_A", "lora_embedding_B"})
 _SIDES = frozenset(f"hada_w{one}_{side}" for one in (1, 2) for side in "ab")
 _FACTORS = tuple(
     frozenset((*left, *right))
     for left in (("lokr_w1",), ("lokr_w1_a", "lokr_w1_b"))
     for right in (("lokr_w2",), ("lokr_w2_a", "lokr_w2_b"))
 )
-_SCALES = frozenset({"r", "alpha", "rank_pattern", "alpha_pattern"})
+_SCALES = frozenset({"r", "alpha", "rank_pattern", "alpha_pattern", "modules_to_save"})
 
 KINDS: Mapping[str, AdapterKind] = {
     "LORA": AdapterKind(
@@ -305,11 +318,12 @@ KINDS: Mapping[str, AdapterKind] = {
         frozenset(
             {
                 *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
-                *("use_dora", "lora_bias"),
+                *("use_dora", "lora_bias", "modules_to_save"),
+                *("trainable_token_indices", "target_parameters"),
             }
         ),
-        _PLAIN | {"lora_B.bias", "lora_magnitude_vector"},
-        (_PLAIN,),
+        _PLAIN | _ROWS | {"lora_B.bias", "lora_magnitude_vector"},
+        (_PLAIN, _ROWS),
         turned=True,
     ),
     "LOHA": AdapterKind("LoHa", _loha, _SCALES, _SIDES, (_SIDES,)),
@@ -317,7 +331,7 @@ KINDS: Mapping[str, AdapterKind] = {
     "ADALORA": AdapterKind(
         "AdaLoRA",
         _adalora,
-        frozenset({"r", "lora_alpha", "rank_pattern"}),
+        frozenset({"r", "lora_alpha", "rank_pattern", "modules_to_save"}),
         _PLAIN | {"lora_E"},
         (_PLAIN | {"lora_E"},),
         turned=True,
@@ -325,7 +339,7 @@ KINDS: Mapping[str, AdapterKind] = {
     "VERA": AdapterKind(
         "VeRA",
         _vera,
-        frozenset({"r"}),
+        frozenset({"r", "modules_to_save"}),
         frozenset({"vera_lambda_b", "vera_lambda_d"}),
         (frozenset({"vera_lambda_b", "vera_lambda_d"}),),
         frozenset({"vera_A", "vera_B"}),
@@ -337,7 +351,7 @@ KINDS: Mapping[str, AdapterKind] = {
         frozenset(
             {
                 *("r", "oft_block_size", "coft", "eps", "block_share"),
-                *("use_cayley_neumann", "num_cayley_neumann_terms"),
+                *("use_cayley_neumann", "num_cayley_neumann_terms", "modules_to_save"),
             }
         ),
         frozenset({"oft_R"}),
@@ -346,10 +360,17 @@ KINDS: Mapping[str, AdapterKind] = {
     "IA3": AdapterKind(
         "IA3",
         _ia3,
-        frozenset(),
+        frozenset({"modules_to_save"}),
         frozenset({"ia3_l"}),
         (frozenset({"ia3_l"}),),
         turned=True,
+    ),
+    "TRAINABLE_TOKENS": AdapterKind(
+        "set of trained tokens",
+        _nothing,
+        frozenset({"token_indices"}),
+        frozenset(),
+        (),
     ),
 }
 """The kinds that are read, by their `peft_type`."""

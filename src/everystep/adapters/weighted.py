@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from everystep.adapters.peft_adapter import PREFIX, AdapterPlan, PeftAdapter
+from everystep.adapters.peft_adapter import AdapterPlan, PeftAdapter
 from everystep.adapters.peft_kinds import scale_patterns, setting_of
-from everystep.adapters.targets import targets_of
+from everystep.adapters.peft_parts import PREFIX
+from everystep.adapters.targets import parts_of
 from everystep.config.kinds import is_integer, is_number, require
 from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.models import Model
@@ -139,7 +140,7 @@ def weighted_adapter(
         make = partial(_of_products if combination.of_products else _of_factors, combination, rank)
     tensors = {}
     with torch.no_grad():
-        for module in targets_of(model):
+        for module in parts_of(model).maps:
             found = [
                 (each[module], float(weight))
                 for each, weight in zip(given, weights, strict=True)
@@ -161,6 +162,7 @@ def weighted_adapter(
         "layers_to_transform": None,
         "target_modules": [*dict.fromkeys(one.split(".lora_")[0] for one in _targets_of(tensors))],
         "exclude_modules": None,
+        "target_parameters": None,
     }
     plan = AdapterPlan.of(Fields(settings, "the adapter's configuration"), tensors, model)
     made = PeftAdapter(plan, tensors)
@@ -175,11 +177,12 @@ def _targets_of(tensors: Mapping[str, Tensor]) -> list[str]:
 def _parts_of(name: str, adapter: PeftAdapter) -> dict[str, Parts]:
     """Return the factors of an adapter and their scale, by module."""
     config, own = Fields(adapter.settings), adapter.settings
-    plain = own.get("peft_type", "LORA") == "LORA"
+    plain = own.get("peft_type", "LORA") == "LORA" and not adapter.has_parts
     if not plain or own.get("use_dora") or own.get("lora_bias"):
         raise UnsupportedError(
             "only plain LoRAs become one adapter",
-            wanted="adapters of two factors, without use_dora and lora_bias",
+            wanted="adapters of two factors, without use_dora, lora_bias, embeddings, experts, "
+            "whole modules and rows of tokens",
             got=f"{shown(name)}, a {own.get('peft_type', 'LORA')}",
             do="Mix them in a call: adapters={'a': 0.7, 'b': 0.3}",
         )

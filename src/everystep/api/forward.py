@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,8 +16,9 @@ from everystep.config.kinds import is_integer, is_number, require
 from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError, nearest, shown
 from everystep.executors.positions import require_positions
 from everystep.models.vision.spec import VisionSpec
-from everystep.nn.loss import NO_LABEL, label_logprobs, label_losses
-from everystep.nn.network import Heard, Placed, holds_states
+from everystep.nn.loss import NO_LABEL, Head, label_logprobs, label_losses
+from everystep.nn.network import Heard, Network, Placed, holds_states
+from everystep.nn.places import kept_places
 from everystep.outputs import CausalLMOutput, encoder_states
 from everystep.requests.absent import ARGUMENTS, refuse_argument
 from everystep.requests.arrays import read_adapters, read_ids, read_mask, require_known
@@ -108,11 +109,11 @@ def forward(
     cache = cache_of_forward(model, given, past_key_values, use_cache)
     require_next(cache_position, cache, given)
     heard = listener(output_hidden_states, output_attentions)
-    read = input_ids, position_ids, inputs_embeds
-    seen = see_inputs(model, *read, attention_mask, cache, prompt_inputs)
     mixes = read_adapters(adapter_names, adapters, model.adapters)
     rows, length = (1, 0) if given is None else given.shape[:2]
     core = model.adapted_core(adapters_of(mixes, rows), length)
+    read = input_ids, position_ids, inputs_embeds
+    seen = see_inputs(model, *read, attention_mask, cache, prompt_inputs, core.network.embed)
     whole = None if labels is None else require_labels(labels, given, kept, model.vocab_size)
     states = core.forward(
         seen.ids,
@@ -130,24 +131,17 @@ def forward(
         declared=seen.declared,
         bare=True,
     )
-    head = core.network.logits
-    logits = head(states.flatten(0, 1)).view(*states.shape[:2], -1) if output_logits else None
-    loss, logprobs = None, None
+    logits, loss, logprobs = None, None, None
+    if output_logits:
+        network = core.network.at(kept_places(states if given is None else given, kept))
+        logits = network.logits(states.flatten(0, 1)).view(*states.shape[:2], -1)
     if whole is not None:
-        # Each label is predicted from the position before it, or with an encoder from its own.
-        aligned = model.is_encoder_decoder
-        whole = whole.to(states.device)
-        predicting, wanted = (states, whole) if aligned else (states[:, :-1], whole[:, 1:])
-        smooths = label_smoothing > 0
-        found = label_losses(
-            head, predicting.flatten(0, 1), wanted.flatten(), model.vocab_size, smooths=smooths
-        )
+        predicted = _predicted(core.network, states, whole.to(states.device))
+        found = label_losses(*predicted, model.vocab_size, smooths=label_smoothing > 0)
         items = found.count if num_items_in_batch is None else num_items_in_batch
         loss = found.smoothed(label_smoothing) / items
         if output_logprobs:
-            each = label_logprobs(
-                head, predicting.flatten(0, 1), wanted.flatten(), model.vocab_size
-            ).view(wanted.shape)
+            each = label_logprobs(*predicted, model.vocab_size).view(len(whole), -1)
             # Nothing stands before the first label of a decoder.
             logprobs = F.pad(each, (whole.shape[1] - each.shape[1], 0))
     result = CausalLMOutput(loss, logits, cache, logprobs=logprobs)
@@ -155,6 +149,20 @@ def forward(
         result.hidden_states = tuple(heard.layers) if output_hidden_states else None
         result.attentions = tuple(heard.attentions) if output_attentions else None
     return result.to_tuple() if return_dict is False else result
+
+
+def _predicted(network: Network, states: Tensor, labels: Tensor) -> tuple[Head, Tensor, Tensor]:
+    """Return the head, the states (N, E) that predict, of (B, T, E), and their labels (N,), of (B,
+    T): each is predicted from the position before it, or with an encoder from its own."""
+    places = kept_places(labels, slice(None)).view(labels.shape).to(states.device)
+    if not network.encodes:
+        states, labels, places = states[:, :-1], labels[:, 1:], places[:, :-1]
+    rows = places.flatten()
+
+    def head(hidden: Tensor, among: Tensor) -> Tensor:
+        return network.at(rows[among]).logits(hidden)
+
+    return head, states.flatten(0, 1), labels.flatten()
 
 
 def require_inputs(model: Subject, *given: object) -> None:
@@ -333,9 +341,11 @@ def see_inputs(
     mask: Tensor | None,
     cache: Cache | None,
     given: Mapping[str, object],
+    embed: Callable[[Tensor], Tensor],
 ) -> SeenInputs:
     """Return the inputs with the features of what is `given` by name, pictures or others.
 
+    `embed`: turns ids (B, T) into (B, T, E), with the adapters of the call.
     UnknownArgumentError for other names, RequestError for what does not fit.
     """
     declared = model.prompt_inputs
@@ -357,8 +367,9 @@ def see_inputs(
         raise RequestError("a forward finds the places of features among ids", do=do)
     vision = vision_of(model)
     if vision is None:
-        return _see_features(model, declared, input_ids, position_ids, named)
-    return _see_pictures(model, vision, declared, input_ids, position_ids, mask, cache, named)
+        return _see_features(model, declared, input_ids, position_ids, named, embed)
+    seen = input_ids, position_ids, mask, cache, named
+    return _see_pictures(model, vision, declared, *seen, embed)
 
 
 def _see_features(
@@ -367,6 +378,7 @@ def _see_features(
     input_ids: Tensor,
     positions: Tensor | None,
     named: Mapping[str, object],
+    embed: Callable[[Tensor], Tensor],
 ) -> SeenInputs:
     """Return the inputs with features of encoders at their tokens, which need be no ids of the
     vocabulary."""
@@ -375,7 +387,7 @@ def _see_features(
     found = placed_features(declared, [Prompt(ids=own) for own in ids], values, model.width)
     tokens = [one.token for one in declared if one.token is not None]
     special = torch.isin(input_ids, torch.tensor(tokens, device=input_ids.device))
-    embeds = model.core.network.embed(input_ids.masked_fill(special, 0).to(model.device))
+    embeds = embed(input_ids.masked_fill(special, 0).to(model.device))
     return SeenInputs(None, positions, *_injected(embeds, found))
 
 
@@ -388,6 +400,7 @@ def _see_pictures(
     mask: Tensor | None,
     cache: Cache | None,
     named: Mapping[str, object],
+    embed: Callable[[Tensor], Tensor],
 ) -> SeenInputs:
     """Return the inputs with the features of a tower at their places, on three axes."""
     if cache is not None and int(cache.get_seq_length()) and positions is None:
@@ -409,7 +422,7 @@ def _see_pictures(
             for one, own in zip(prompts, plain.unbind(1), strict=True)
         ]
         positions = torch.stack(each, dim=1)
-    embeds = model.core.network.embed(input_ids.to(model.device))
+    embeds = embed(input_ids.to(model.device))
     found = features_of(model, prompts, pictures)
     if named.keys() != of_tower.keys():
         values = read_values(declared, named, len(ids))

@@ -400,6 +400,7 @@ class OwnSubject(Holder):
         self._require_unmerged()
         if requires_grad and not self.core.learns:
             self._convert(learns=True)
+            let_follow(self._adapters, self._core)
         if self.core.learns:
             for _, weight in self.named_parameters():
                 weight.requires_grad_(requires_grad)

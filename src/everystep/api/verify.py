@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from html import escape
+from os import PathLike
 from typing import Unpack
 
 import numpy as np
@@ -17,12 +18,13 @@ from everystep.bridge.reference import Reference
 from everystep.config.kinds import is_integer
 from everystep.drivers.complete import encoder_states
 from everystep.errors import RequestError, UnsupportedError, shown
+from everystep.files.opening import as_path
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.nn.modes import inference_mode
 from everystep.requests.inputs import EncoderSource
 from everystep.shown import cut, table
 from everystep.text import Tokenizer
-from everystep.types import Prompt, Verb, Work
+from everystep.types import Extra, Prompt, Verb, Work
 
 TEXT = (
     "The lighthouse keeper counted the ships that passed before dawn: seven, and one more with a "
@@ -32,6 +34,7 @@ TEXT = (
     "he who saw the signal first, ran down 214 steps, and rang the bell until his hands hurt."
 )
 """What is read where the caller gives no text."""
+_ADAPTER = "adapter"
 _CHUNK = 64
 """Positions whose logits are read out at once."""
 _EQUAL = 1e-4
@@ -126,12 +129,14 @@ def verify(
     *,
     text: str | None = None,
     tokens: int = 32,
+    adapter: str | PathLike[str] | None = None,
     offline: bool = False,
     **choices: Unpack[LoadOptions],
 ) -> Verification:
     """Return how far a checkpoint's model is from transformers' reading of the same files.
 
     Logits are compared after every token of `text`, and `tokens` greedy ones after its first half.
+    `adapter`: a folder of an adapter, with which both compute, transformers by PEFT.
     `offline`: whether nothing may be fetched. Needs `everystep[transformers]`. Raises
     UnsupportedError without it, FormatError where transformers cannot read the checkpoint, and
     what `es.load` raises.
@@ -159,12 +164,18 @@ def verify(
         do = "Compare transcripts instead"
         raise UnsupportedError("a model that listens reads no text to compare", do=do)
     ids = _ids(model, tokenizer, TEXT if text is None else text)
+    if adapter is not None:
+        model.load_adapter(adapter, _ADAPTER)
     theirs = Reference(local, pair=model.is_encoder_decoder)
+    if adapter is not None:
+        theirs.adapt(as_path(adapter))
     rounded = _is_rounded(model)
     found = [_compared(model, theirs, ids, tokens, "as it runs", rounded)]
     if rounded:
         floats: LoadOptions = {**choices, "dtype": torch.float32, "quantize": None}
         exact = load_model(local, **floats)
+        if adapter is not None:
+            exact.load_adapter(adapter, _ADAPTER)
         found.append(_compared(exact, theirs, ids, tokens, "in float32", rounded=False))
     return Verification(model.name_or_path, theirs.version, tuple(found))
 
@@ -209,7 +220,12 @@ def _compared(
         )
     prompt = ids[: max(1, len(ids) // 2)]
     said = model.generate(
-        prompt[None], max_new_tokens=count, min_new_tokens=count, do_sample=False, num_beams=1
+        prompt[None],
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        num_beams=1,
+        adapter_names=_ADAPTER if model.adapters else None,
     )
     differences, divergence, agrees, margins = map(torch.cat, zip(*columns, strict=True))
     return Comparison(
@@ -230,12 +246,18 @@ def _logits(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield (start, (n, V) float32 logits) of one row after another part of its ids, from the
     executor that generates."""
-    executor = model.executor(frozenset() if state is None else frozenset({"encoder"}))
+    needs = {"encoder"} if state is not None else set()
+    extras = {}
+    if model.adapters:
+        resolved = tuple(model.resolved([_ADAPTER]).values())
+        needs.update(*(one.needs for one in resolved))
+        extras = {0: Extra(adapters=((_ADAPTER, 1.0),), resolved=resolved)}
+    executor = model.executor(frozenset(needs))
     row, verbs = np.zeros(1, np.int64), [Verb("allocate", 0)]
     for start in range(0, len(ids), _CHUNK):
         part = ids[start : start + _CHUNK].numpy()
         count = np.array([len(part)])
-        work = Work(tuple(verbs), row, np.array([start]), count, count, part)
+        work = Work(tuple(verbs), row, np.array([start]), count, count, part, extras=extras)
         if state is not None and start == 0:
             work = replace(work, encoders={0: state})
         with inference_mode():

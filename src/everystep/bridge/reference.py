@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,28 @@ class Reference:
             if shown:
                 library.utils.logging.enable_progress_bar()
         self.model: nn.Module = model.eval()
+
+    def adapt(self, folder: Path) -> None:
+        """Let it compute with the adapter in a folder of safetensors, as PEFT reads it.
+
+        MissingExtraError without PEFT, FormatError where it cannot read the adapter.
+        """
+        try:
+            library: Any = importlib.import_module("peft")
+        except ImportError as error:
+            raise MissingExtraError.of(
+                "a comparison of adapters", "PEFT", "transformers"
+            ) from error
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what it saves, not of what it computes
+                model = library.PeftModel.from_pretrained(
+                    self.model, str(folder), local_files_only=True
+                )
+        except Exception as error:  # of many libraries
+            got = f"{type(error).__name__}: {error}"
+            raise FormatError("PEFT cannot read this adapter", got=got) from error
+        self.model = model.eval()
 
     def logits(self, ids: Tensor, source: Tensor | None = None) -> Tensor:
         """Return (T, V) after each of (T,) ids; `source`: (S,) what an encoder reads."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 LIBRARIES = ("torch", "numpy", "tokenizers", "safetensors", "huggingface-hub", "transformers")
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "hub": ("huggingface-hub",),
-    "transformers": ("transformers", "gguf", "accelerate"),
+    "transformers": ("transformers", "gguf", "accelerate", "peft"),
     "grammar": ("llguidance",),
     "vision": ("pillow",),
     "sentencepiece": ("sentencepiece", "protobuf"),

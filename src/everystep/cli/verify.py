@@ -27,6 +27,10 @@ def verify(
     tokens: Annotated[
         int, typer.Option("--tokens", metavar="N", help="Greedy tokens to compare.")
     ] = 32,
+    adapter: Annotated[
+        Path | None,
+        typer.Option("--adapter", metavar="DIR", help="Compare MODEL with the adapter in DIR."),
+    ] = None,
     picture: Annotated[
         Path | None, typer.Option("--picture", metavar="FILE", help="Draw the differences as SVG.")
     ] = None,
@@ -42,7 +46,7 @@ def verify(
         require_writable(picture)
     local = fetch(model, offline or context.obj)
     said = None if text is None else read_text(text)
-    found = es.verify(local, text=said, tokens=tokens, offline=True)
+    found = es.verify(local, text=said, tokens=tokens, adapter=adapter, offline=True)
     if picture is not None:
         write_atomic(picture, found.picture().encode())
     rows = [one.summary() for one in found.comparisons]
@@ -51,6 +55,7 @@ def verify(
         write_report(
             {
                 "model": model,
+                "adapter": None if adapter is None else str(adapter),
                 "transformers": found.transformers,
                 "holds": found.holds,
                 "forms": named,

@@ -16,9 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.adapters import CHANGED_EMBEDDINGS
 from everystep.engine.feed import Feeds, Grant, chunk_of, fed, write_draft
 from everystep.engine.guests import Failed, Host
-from everystep.errors import NOBODYS, RequestError, UnknownArgumentError, nearest, shown
+from everystep.errors import (
+    NOBODYS,
+    RequestError,
+    UnknownArgumentError,
+    UnsupportedError,
+    nearest,
+    shown,
+)
 from everystep.executors.base import Executor
 from everystep.types import (
     BeforeStep,
@@ -58,7 +66,8 @@ class PromptGifts:
 
 
 def require_known_gifts(request: Request, declared: Mapping[str, InputSpec]) -> None:
-    """RequestError if a hook wants to give something that the model does not read."""
+    """RequestError if a hook wants to give something that the model does not read; UnsupportedError
+    for embeddings beside an adapter that changes those of ids."""
     known = ("embeds", *(name for name in declared if name not in _NO_INPUTS))
     readable = ("scores", "logits", "hidden")
     for hook in request.hooks:
@@ -74,6 +83,14 @@ def require_known_gifts(request: Request, declared: Mapping[str, InputSpec]) -> 
                     got=shown(name),
                     do=f"Perhaps you meant {near}" if near else f"Leave it out of {what}",
                 )
+        changed = any(CHANGED_EMBEDDINGS in one.needs for one in request.resolved)
+        if changed and "embeds" in hook.gives:
+            raise UnsupportedError(
+                f"{type(hook).__name__} gives embeddings, and an adapter changes those of ids",
+                wanted="an adapter of other parts, or a hook that gives no embeds",
+                got=", ".join(name for name, _ in request.adapters),
+                do="Merge the adapter into the weights with merge_adapter",
+            )
 
 
 @dataclass(slots=True, eq=False)

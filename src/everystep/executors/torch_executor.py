@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.adapters import EVERY_CHANGE, adapted, uses_of
+from everystep.adapters import EVERY_CHANGE, EVERY_PART, adapted, uses_of
 from everystep.cache.context import CacheContext
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.cache.plan import Plan, runs
@@ -69,7 +69,7 @@ class TorchExecutor:
         if not self.cache.forgets:
             able.add("cut")
         if isinstance(network, Decoder):
-            able |= {"adapters", *EVERY_CHANGE}
+            able |= {"adapters", *EVERY_CHANGE, *EVERY_PART}
         # Models with an encoder have relative positions only, recurrent layers none at all.
         if any(isinstance(one, Full | Window) for layer in network.stores for one in layer):
             own = {"encoder"} if network.encodes else {"positions", "mask"}
@@ -97,12 +97,18 @@ class TorchExecutor:
         if not len(work.rows):
             return StepOutput(self._no_logits())
         context = CacheContext(self.cache, work)
-        inputs = self._inputs(work, torch.from_numpy(places), context.plan)
-        hidden = self._adapted(work, context.plan).forward(inputs, context)
+        network = self._adapted(work, context.plan)
+        inputs = self._inputs(work, network, torch.from_numpy(places), context.plan)
+        hidden = network.forward(inputs, context)
         rows = _wanted(work, context.plan)
-        wanted = hidden if rows is None else hidden[rows.to(self.device)]
-        logits = self._logits(wanted) if len(wanted) else self._no_logits()
-        return StepOutput(logits, self._answers(work, context, hidden))
+        if rows is None:
+            logits = self._logits(network, hidden)
+        elif len(rows):
+            wanted = hidden[rows.to(self.device)]
+            logits = self._logits(network.at(rows), wanted)
+        else:
+            logits = self._no_logits()
+        return StepOutput(logits, self._answers(work, network, context, hidden))
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embed ids (n,) -> (n, E), on the device of the model."""
@@ -118,12 +124,12 @@ class TorchExecutor:
         """Return how many positions are cached in every row that is allocated."""
         return {} if self._cut_short else self.cache.lengths()
 
-    def _inputs(self, work: Work, places: Tensor, plan: Plan) -> StepInputs:
+    def _inputs(self, work: Work, network: Network, places: Tensor, plan: Plan) -> StepInputs:
         """Return what the network reads, in packed order."""
         lengths = torch.from_numpy(np.repeat(row_lengths(work), work.counts))
         chosen = slice(None) if plan.order is None else torch.from_numpy(plan.order)
         return StepInputs(
-            self._embedded(work)[chosen],
+            self._embedded(work, network, chosen, plan),
             places[..., chosen].to(self.device),
             lengths[chosen],
             {one.name: self._placed(work, one, plan) for one in self._network.inputs},
@@ -149,34 +155,46 @@ class TorchExecutor:
         given = [part.to(self.device, declared.dtype) for part in parts]
         return Placed(torch.cat(places).to(self.device), torch.cat(given))
 
-    def _embedded(self, work: Work) -> Tensor:
-        """Return (N, E) embeddings in feed order."""
-        embeds = list(given_inputs(work, "embeds"))
+    def _embedded(self, work: Work, network: Network, chosen: slice | Tensor, plan: Plan) -> Tensor:
+        """Return (N, E) embeddings in packed order; `chosen`: which tokens those are."""
+        embeds = list(given_inputs(work, "embeds", plan.begins))
+        tokens = torch.from_numpy(work.tokens)[chosen].to(self.device)
         if not embeds:
-            return self._network.embed(torch.from_numpy(work.tokens).to(self.device))
-        hidden = self._network.embed(torch.from_numpy(work.tokens.clip(min=0)).to(self.device))
+            return network.embed(tokens)
+        hidden = network.embed(tokens.clamp(min=0))
         for start, values in embeds:
             hidden[start : start + len(values)] = values.to(hidden)
         return hidden
 
-    def _answers(self, work: Work, context: CacheContext, hidden: Tensor) -> dict[int, Answer]:
+    def _answers(
+        self, work: Work, network: Network, context: CacheContext, hidden: Tensor
+    ) -> dict[int, Answer]:
         """Return what feeds want beyond logits; each from its own positions alone."""
         answers = {}
         for f, extra in work.extras.items():
             if extra.hidden or extra.layers or extra.attentions or extra.early:
                 first = int(context.plan.begins[f])
                 span = slice(first, first + int(work.counts[f]))
-                answers[f] = self._answer(f, extra, span, context, hidden)
+                answers[f] = self._answer(f, extra, network, span, context, hidden)
                 if extra.early and context.kept is not None:
                     read = slice(span.stop - int(work.logits[f]), span.stop)
                     states = torch.stack([context.kept[layer][read] for layer in extra.early])
-                    answers[f] = replace(answers[f], early=self._network.early_logits(states))
+                    head = network.at(torch.arange(read.start, read.stop))
+                    answers[f] = replace(answers[f], early=head.early_logits(states))
         return answers
 
     def _answer(
-        self, feed: int, extra: Extra, span: slice, context: CacheContext, hidden: Tensor
+        self,
+        feed: int,
+        extra: Extra,
+        network: Network,
+        span: slice,
+        context: CacheContext,
+        hidden: Tensor,
     ) -> Answer:
-        last = self._network.finish(hidden[span]) if extra.hidden or extra.layers else None
+        last = None
+        if extra.hidden or extra.layers:
+            last = network.at(torch.arange(span.start, span.stop)).finish(hidden[span])
         layers = own = across = None
         if extra.layers and context.kept is not None and last is not None:
             # As in transformers, the last entry is the normalised one.
@@ -186,9 +204,9 @@ class TorchExecutor:
             across = tuple(context.cross_attentions[feed]) if self._network.encodes else None
         return Answer(last if extra.hidden else None, layers, own, across)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def _logits(self, network: Network, hidden: Tensor) -> Tensor:
         """Turn (R, E) hidden states after the last layer into logits (R, V)."""
-        logits = self._network.logits(self._network.finish(hidden))
+        logits = network.logits(network.finish(hidden))
         return logits if logits.dtype.itemsize >= 4 else logits.float()
 
     def _no_logits(self) -> Tensor:

@@ -7,6 +7,7 @@ same input are one matrix. Cos and sin are made once per step and kind of rope.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -49,7 +50,8 @@ class Decoder(Network):
     """A decoder-only network.
 
     `positions`: (rows, E) embeddings of positions, where it learns them. `recomputes`: what a layer
-    computes is not kept for gradients, but computed once more.
+    computes is not kept for gradients, but computed once more. `changes_rows`: what adapters make
+    of rows (N, E) of the table that were looked up for ids (N,).
     """
 
     spec: DecoderSpec
@@ -57,6 +59,7 @@ class Decoder(Network):
     rules: tuple[Rule, ...]
     positions: Tensor | None = None
     recomputes: bool = False
+    changes_rows: Callable[[Tensor, Tensor], Tensor] | None = None
 
     @property
     def heads(self) -> int:
@@ -103,6 +106,9 @@ class Decoder(Network):
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed ids (...,) -> (..., E)."""
         hidden = look_up(self.table, tokens)
+        if self.changes_rows is not None:
+            rows = self.changes_rows(hidden.flatten(0, -2), tokens.flatten())
+            hidden = rows.view_as(hidden)
         if self.spec.embed_scale is None:
             return hidden
         # The factor is rounded to the weights' type first, as in transformers.

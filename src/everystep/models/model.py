@@ -24,6 +24,7 @@ from everystep.models.vision.tower import VisionTower
 from everystep.nn.modes import inference_mode, outside_autocast
 from everystep.nn.network import Heard, Network, Placed, State
 from everystep.nn.panels import Panels
+from everystep.nn.places import kept_places
 from everystep.types import InputSpec, Prompt
 
 Encode = Callable[[Tensor, None, Heard | None], Tensor]
@@ -220,7 +221,11 @@ class Model:
         )
         if bare:
             return states
-        return self.network.logits(states.flatten(0, 1)).view(*states.shape[:2], -1)
+        network = self.network
+        read = ids if inputs_embeds is None else inputs_embeds
+        if decoded is None and read is not None:
+            network = network.at(kept_places(read, kept))
+        return network.logits(states.flatten(0, 1)).view(*states.shape[:2], -1)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return (..., E): what ids (...,) are to the encoder, or to a decoder that stands alone.

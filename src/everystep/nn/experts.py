@@ -51,6 +51,7 @@ class Experts:
         for expert, places in enumerate(torch.split(order, counts)):
             if len(places):
                 rows = places // chosen
-                made = self.down[expert](activate(self.up[expert](x[rows])))
+                inner = activate(self.up[expert].at(rows)(x[rows]))
+                made = self.down[expert].at(rows)(inner)
                 out.index_add_(0, rows, made * shares.flatten()[places, None])
         return out

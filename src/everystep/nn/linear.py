@@ -52,6 +52,11 @@ class LinearMap:
         """Return `residual` (..., out) plus the map of `x` (..., in); `residual` stays as it is."""
         return residual + self(x)
 
+    def at(self, places: Tensor) -> LinearMap:
+        """Return the map for a call that reads only these (n,) of the positions that it was made
+        for; itself where all positions are mapped alike."""
+        return self
+
     def matrix(self) -> Matrix:
         """Return the weight, (out, in), as it was given; a copy if oneDNN's layout holds it."""
         raise NotImplementedError

@@ -18,8 +18,8 @@ NO_LABEL = -100
 _AT_ONCE = 1 << 22
 """Logits at a time: 16 MB of float32."""
 
-Head = Callable[[Tensor], Tensor]
-"""Hidden states (N, E) -> logits (N, V)."""
+Head = Callable[[Tensor, Tensor], Tensor]
+"""Hidden states (n, E), and which (n,) of N they are -> logits (n, V)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,8 +54,8 @@ def label_losses(
     places = (labels != NO_LABEL).nonzero().squeeze(1)
     hidden, labels = hidden[places], labels[places]
     parts = [
-        checkpoint(_sums, head, *pair, smooths, use_reentrant=False, preserve_rng_state=False)
-        for pair in _stretches(hidden, labels, vocab_size)
+        checkpoint(_sums, head, *one, smooths, use_reentrant=False, preserve_rng_state=False)
+        for one in _stretches(hidden, places, labels, vocab_size)
     ]
     wide = torch.promote_types(hidden.dtype, torch.float32)
     # Without a label there is still a graph, so that nobody's backward fails.
@@ -70,30 +70,35 @@ def label_logprobs(head: Head, hidden: Tensor, labels: Tensor, vocab_size: int) 
     NO_LABEL; as `label_losses`."""
     places = (labels != NO_LABEL).nonzero().squeeze(1)
     parts = [
-        checkpoint(_logprobs, head, *pair, use_reentrant=False, preserve_rng_state=False)
-        for pair in _stretches(hidden[places], labels[places], vocab_size)
+        checkpoint(_logprobs, head, *one, use_reentrant=False, preserve_rng_state=False)
+        for one in _stretches(hidden[places], places, labels[places], vocab_size)
     ]
     wide = torch.promote_types(hidden.dtype, torch.float32)
     found = torch.cat([hidden.new_empty(0, dtype=wide), *parts])
     return found.new_zeros(len(labels)).index_copy(0, places, found)
 
 
-def _stretches(hidden: Tensor, labels: Tensor, vocab_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _stretches(
+    hidden: Tensor, places: Tensor, labels: Tensor, vocab_size: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     size = max(1, _AT_ONCE // vocab_size)
     for start in range(0, len(labels), size):
-        yield hidden[start : start + size], labels[start : start + size]
+        own = slice(start, start + size)
+        yield hidden[own], places[own], labels[own]
 
 
-def _sums(head: Head, hidden: Tensor, labels: Tensor, smooths: bool) -> tuple[Tensor, Tensor]:
-    logits = _wide_logits(head, hidden)
+def _sums(
+    head: Head, hidden: Tensor, places: Tensor, labels: Tensor, smooths: bool
+) -> tuple[Tensor, Tensor]:
+    logits = _wide_logits(head, hidden, places)
     nll = F.cross_entropy(logits, labels, reduction="sum")
     return nll, -F.log_softmax(logits, dim=-1).mean(-1).sum() if smooths else nll.new_zeros(())
 
 
-def _logprobs(head: Head, hidden: Tensor, labels: Tensor) -> Tensor:
-    return -F.cross_entropy(_wide_logits(head, hidden), labels, reduction="none")
+def _logprobs(head: Head, hidden: Tensor, places: Tensor, labels: Tensor) -> Tensor:
+    return -F.cross_entropy(_wide_logits(head, hidden, places), labels, reduction="none")
 
 
-def _wide_logits(head: Head, hidden: Tensor) -> Tensor:
-    logits = head(hidden)
+def _wide_logits(head: Head, hidden: Tensor, places: Tensor) -> Tensor:
+    logits = head(hidden, places)
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -6,8 +6,8 @@ This is all that executors, caches and networks know of each other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -241,6 +241,15 @@ class Network:
     def forward(self, inputs: StepInputs, context: Context) -> Tensor:
         """Return (N, E) hidden states after the last layer, before the last norm."""
         raise NotImplementedError
+
+    def at(self, places: Tensor) -> Self:
+        """Return the network whose `finish` and `logits` read these (n,) of its positions.
+
+        It is the network itself, except where adapters change both for some of its positions.
+        """
+        norm, head = self.norm.at(places), self.head.at(places)
+        same = norm is self.norm and head is self.head
+        return self if same else replace(self, norm=norm, head=head)
 
     def finish(self, hidden: Tensor) -> Tensor:
         """Apply the last norm, (..., E) -> (..., E)."""

@@ -7,27 +7,48 @@ comparable. A norm knows nothing of the block it stands in.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor
+
+from everystep.nn.places import places_among
 
 NormKind = Literal["rms", "rms_t5", "layer"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """`weight`, `bias`: (E,). `plus_one`: the scale is 1 + weight, applied in float32 (Gemma)."""
+    """`weight`, `bias`: (E,). `plus_one`: the scale is 1 + weight, applied in float32 (Gemma).
+
+    `others`: norms of the same kind for some of the N positions that are normalised, each with the
+    positions (n,); no position has two.
+    """
 
     kind: NormKind
     eps: float
     weight: Tensor
     bias: Tensor | None = None
     plus_one: bool = False
+    others: tuple[tuple[Tensor, Norm], ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalise (..., E) -> (..., E)."""
+        """Normalise (..., E) -> (..., E); (N, ..., E) where positions differ."""
+        found = self._normalised(x)
+        for places, other in self.others:
+            found = found.index_copy(0, places, other(x[places]))
+        return found
+
+    def at(self, places: Tensor) -> Norm:
+        """Return the norm for a call that reads only these (n,) of the positions that it was made
+        for."""
+        if not self.others:
+            return self
+        each = ((places_among(own, places)[1], other) for own, other in self.others)
+        return replace(self, others=tuple((here, other) for here, other in each if len(here)))
+
+    def _normalised(self, x: Tensor) -> Tensor:
         if self.kind == "layer":
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         exact = x.float()

@@ -226,7 +226,7 @@ def _requests(
     companions: Sequence[tuple[Prompt, ...]] = none
     if fields.guidance_scale is not None or fields.dola_layers or contrast is not None:
         readout, companions = readout_of(subject, fields, contrast, steering, inputs)
-    adapters = none if options.adapters is None else adapters_of(options.adapters, inputs.batch)
+    adapters = adapters_of(options.adapters, inputs.batch)
     draws, pads = draws_of(options.seed, inputs.number, inputs.batch), inputs.pads
     return tuple(
         Request(

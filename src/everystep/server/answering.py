@@ -11,11 +11,20 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from everystep.dialogue import (
+    CallArguments,
+    CallBegin,
+    Content,
+    DialogueEvent,
+    Parser,
+    Thought,
+)
+from everystep.drivers.generated import end_of_prompt
 from everystep.server.asking import Wanted
 from everystep.server.fields import Json
-from everystep.server.messages import Begun, Ended, Known, Over, Row
+from everystep.server.messages import Begun, Ended, Likelihoods, Over, RowNews
 from everystep.streamers import Wording
-from everystep.text import Spelling, Tokenizer, Trimmer
+from everystep.text import Spelling, Tokenizer, Trimmer, follow
 from everystep.types import Event, FinishReason
 
 _LOWEST = -9999.0
@@ -100,7 +109,7 @@ class Spelled:
         return {"token": self.text(id), "bytes": raw, "logprob": finite(known or 0.0)}
 
 
-def rows_of(known: Known) -> list[tuple[int, float | None, list[tuple[int, float]]]]:
+def rows_of(known: Likelihoods) -> list[tuple[int, float | None, list[tuple[int, float]]]]:
     """Return a table of likelihoods row by row."""
     parts = zip(known.tokens, known.logprobs, known.top_tokens, known.top_logprobs, strict=True)
     return [(id, value, list(zip(tops, values, strict=True))) for id, value, tops, values in parts]
@@ -168,7 +177,7 @@ class WholeAnswer:
         wanted = self._wanted
         tokens = [] if wanted.nothing else one.tokens
         self.usage.completion += len(tokens)
-        text = wanted.to.front.tokenizer.decode(tokens, skip_special_tokens=True)
+        text = shown_text(wanted, tokens)
         if strings := self._strings.get(number):
             before = prompt_end(wanted, number, strings)
             text = Trimmer(tuple(strings), before).finish(text, one.matched)
@@ -179,7 +188,14 @@ class WholeAnswer:
         if wanted.ids:
             choice["token_ids"] = tokens
         if wanted.in_chat:
-            message = {"role": "assistant", "content": text, "refusal": None}
+            message: dict[str, Json] = {"role": "assistant", "content": text, "refusal": None}
+            if wanted.dialogue is not None:
+                asked = prompt_text(wanted), call_key(wanted, place)
+                parts = wanted.dialogue.message(text, *asked)
+                message |= parts.as_dict()
+                if parts.tool_calls:
+                    message["content"] = parts.content or None
+                    choice |= called(wanted, choice)
             known = None
             if one.known is not None:
                 known = {"content": self._spelled.of_chat(rows_of(one.known)), "refusal": None}
@@ -199,11 +215,56 @@ class WholeAnswer:
         return self._spelled.of_completion(whole, 0)
 
 
+def shown_text(wanted: Wanted, tokens: list[int]) -> str:
+    """Return the text of an answer, with the marks by which calls and thoughts are told."""
+    tokenizer = wanted.to.front.tokenizer
+    if wanted.dialogue is None or not wanted.dialogue.kept:
+        return tokenizer.decode(tokens, skip_special_tokens=True)
+    follower = follow(tokenizer, kept=wanted.dialogue.kept)
+    return follower.push(tokens) + follower.finish()
+
+
+def prompt_text(wanted: Wanted) -> str:
+    """Return the text of a conversation's last ids, marks and all."""
+    return end_of_prompt(wanted.to.front.tokenizer, wanted.prompts[0][0])
+
+
+def call_key(wanted: Wanted, place: int) -> str:
+    """Return what the ids of a choice's calls are made of."""
+    return f"{wanted.keywords.get('seed')}/{place}/{len(wanted.prompts[0][0])}"
+
+
+def called(wanted: Wanted, ended: Mapping[str, Json]) -> dict[str, Json]:
+    """Return how a choice with calls says why it ended: a cut one keeps its reason, and so does one
+    whose call was named in the request."""
+    named = wanted.dialogue is not None and wanted.dialogue.choice.name is not None
+    stopped = ended["finish_reason"] == "stop" and not named
+    return {"finish_reason": "tool_calls"} if stopped else {}
+
+
 def prompt_end(wanted: Wanted, number: int, strings: Sequence[str]) -> str:
     """Return the end of a prompt's text, in which a stop string may begin."""
     longest = max((len(one.encode()) for one in strings), default=0)
     ids = wanted.prompts[number][0][-longest:] if longest else []
     return wanted.to.front.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def delta_of(event: DialogueEvent) -> dict[str, Json] | None:
+    """Return what a chunk says of a part of an answer, None where that is nothing."""
+    match event:
+        case Content():
+            return {"content": event.text}
+        case Thought():
+            return {"reasoning_content": event.text}
+        case CallBegin():
+            function = {"name": event.name, "arguments": ""}
+            begun = {"index": event.index, "id": event.id, "type": "function"}
+            return {"tool_calls": [{**begun, "function": function}]}
+        case CallArguments():
+            piece = {"arguments": event.text}
+            return {"tool_calls": [{"index": event.index, "function": piece}]}
+        case _:
+            return None
 
 
 class StreamedAnswer:
@@ -216,6 +277,8 @@ class StreamedAnswer:
         self._offsets: dict[int, int] = {}
         self._ended: set[int] = set()
         self._told: dict[int, int] = {}
+        self._parsers: dict[int, Parser] = {}
+        self._called: set[int] = set()
         self.usage = Usage()
 
     def opening(self) -> Iterator[dict[str, Json]]:
@@ -232,12 +295,14 @@ class StreamedAnswer:
                     yield self._chunk(place, {"text": said, "logprobs": None})
 
     def begin(self, number: int, message: Begun) -> None:
-        """Note which strings the texts of this prompt lose."""
+        """Note which strings the texts of this prompt lose, and which marks they keep."""
+        if self._wanted.dialogue is not None:
+            self._wording.keep(str(number), self._wanted.dialogue.kept)
         if message.strings:
             before = prompt_end(self._wanted, number, message.strings)
             self._wording.trim(str(number), tuple(message.strings), before)
 
-    def row(self, number: int, row: Row) -> Iterator[dict[str, Json]]:
+    def row(self, number: int, row: RowNews) -> Iterator[dict[str, Json]]:
         """Yield the chunks of one row."""
         place = number * self._wanted.n + row.index
         finish = None if row.kind is None else FinishReason(row.kind, row.matched)  # type: ignore[arg-type]
@@ -249,7 +314,9 @@ class StreamedAnswer:
             self._told[place] = self._told.get(place, 0) + 1
             known = self._known(place, row)
         ids = [row.token] if row.token >= 0 else []
-        if text or known is not None or (self._wanted.ids and ids):
+        if self._wanted.dialogue is not None:
+            yield from self._parts(place, text, known, ids, over=row.kind is not None)
+        elif text or known is not None or (self._wanted.ids and ids):
             yield self._piece(place, text, known, ids)
         if row.kind is not None:
             yield self._end(place, row.kind, row.matched)
@@ -264,8 +331,8 @@ class StreamedAnswer:
             if place not in self._ended:
                 rest = one.tokens[self._told.get(place, 0) :]
                 for token in rest:
-                    yield from self.row(number, Row(0, i, token))
-                yield from self.row(number, Row(0, i, -1, kind=one.kind, matched=one.matched))
+                    yield from self.row(number, RowNews(0, i, token))
+                yield from self.row(number, RowNews(0, i, -1, kind=one.kind, matched=one.matched))
 
     def closing(self) -> Iterator[dict[str, Json]]:
         """Yield what stands after all tokens."""
@@ -273,7 +340,7 @@ class StreamedAnswer:
             kind = "chat.completion.chunk" if self._wanted.in_chat else "text_completion"
             yield {**self._head.of(kind, []), "usage": self.usage.shown()}
 
-    def _known(self, place: int, row: Row) -> Json:
+    def _known(self, place: int, row: RowNews) -> Json:
         if self._wanted.logprobs is None or row.logprob is None:
             return None
         rows = [(row.token, row.logprob, row.top)]
@@ -282,6 +349,27 @@ class StreamedAnswer:
         found = self._spelled.of_completion(rows, self._offsets.get(place, 0))
         self._offsets[place] = self._offsets.get(place, 0) + len(self._spelled.text(row.token))
         return found
+
+    def _parts(
+        self, place: int, text: str, known: Json, ids: list[int], *, over: bool
+    ) -> Iterator[dict[str, Json]]:
+        """Yield the chunks of a text in its parts: what is said, thought and called."""
+        wanted = self._wanted
+        if (dialogue := wanted.dialogue) is None:
+            return
+        if (parser := self._parsers.get(place)) is None:
+            parser = dialogue.parser(prompt_text(wanted), call_key(wanted, place))
+            self._parsers[place] = parser
+        events = (*parser.feed(text), *(parser.close() if over else ()))
+        deltas = [delta for event in events if (delta := delta_of(event)) is not None]
+        if any("tool_calls" in delta for delta in deltas):
+            self._called.add(place)
+        if not deltas and (known is not None or (wanted.ids and ids)):
+            deltas = [{"content": ""}]
+        for number, delta in enumerate(deltas):
+            own = {"logprobs": None if number else known}
+            beside = {"token_ids": ids} if wanted.ids and not number else {}
+            yield self._chunk(place, {"delta": delta, **own, **beside})
 
     def _piece(self, place: int, text: str, known: Json, ids: list[int]) -> dict[str, Json]:
         beside = {"token_ids": ids} if self._wanted.ids else {}
@@ -292,7 +380,10 @@ class StreamedAnswer:
     def _end(self, place: int, kind: str, matched: str | int | None) -> dict[str, Json]:
         self._ended.add(place)
         body: dict[str, Json] = {"delta": {}} if self._wanted.in_chat else {"text": ""}
-        return self._chunk(place, {**body, "logprobs": None, **reason(kind, matched)})
+        ended = reason(kind, matched)
+        if place in self._called:
+            ended |= called(self._wanted, ended)
+        return self._chunk(place, {**body, "logprobs": None, **ended})
 
     def _chunk(self, place: int, said: Mapping[str, Json]) -> dict[str, Json]:
         kind = "chat.completion.chunk" if self._wanted.in_chat else "text_completion"

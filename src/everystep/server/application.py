@@ -40,7 +40,7 @@ from everystep.server.asking import (
 from everystep.server.documents import openapi
 from everystep.server.fields import Json
 from everystep.server.link import EngineGone, EngineLink, News
-from everystep.server.messages import Begun, Failed, Known, Over, Row, Scored
+from everystep.server.messages import Begun, Failed, Likelihoods, Over, RowNews, ScoredTexts
 from everystep.server.metrics import ServerMetrics
 from everystep.server.routes import CHAT, COMPLETIONS, DETOKENIZE, SCORE, TOKENIZE, RouteTable
 
@@ -65,9 +65,9 @@ class HttpError(EverystepError):
 class FrontSettings:
     """The settings of a front.
 
-    `body_bytes`: of a body at most; `body_seconds`: between two pieces of it; `write_seconds`: that
-    a reader may take nothing; `ping_seconds`: of silence in a stream before a comment; `hosts`:
-    names beside localhost and addresses; `origins`: of pages that may ask; `deadline`: seconds that
+    `body_bytes`: of a body at most. `body_seconds`: between two pieces of it. `write_seconds`: that
+    a reader may take nothing. `ping_seconds`: of silence in a stream before a comment. `hosts`:
+    names beside localhost and addresses. `origins`: of pages that may ask. `deadline`: seconds that
     a request may take, None for any number.
     """
 
@@ -117,7 +117,7 @@ class Front:
             get("/ready", self._readiness),
             get("/metrics", self._metrics),
             get("/openapi.json", self._openapi),
-            get("/version", self._version),
+            get("/version", self._told_version),
             Route("/{rest:path}", Responder(self, _nowhere), methods=[*_METHODS]),
         ]
 
@@ -169,7 +169,7 @@ class Front:
                 chunks: Iterable[Json] = ()
                 if isinstance(message, Begun):
                     answer.begin(number, message)
-                elif isinstance(message, Row):
+                elif isinstance(message, RowNews):
                     chunks = answer.row(number, message)
                     now = time.monotonic()
                     told = (
@@ -205,7 +205,7 @@ class Front:
                 number, message = await news.get()
                 if isinstance(message, Failed):
                     raise self._failure(message, wanted)
-                if isinstance(message, Row) and message.kind in ("error", "cancelled"):
+                if isinstance(message, RowNews) and message.kind in ("error", "cancelled"):
                     continue  # `Failed` says it next
                 left -= isinstance(message, Over)
                 yield number, message
@@ -279,7 +279,7 @@ class Front:
             async for message in news:
                 if isinstance(message, Failed):
                     raise self._failure(message, None)
-                if isinstance(message, Scored):
+                if isinstance(message, ScoredTexts):
                     scores = [_shown_score(one) for one in message.rows]
                     await exchange.answer({"object": "list", "model": to.name, "data": scores})
 
@@ -325,7 +325,7 @@ class Front:
     async def _openapi(self, exchange: Exchange) -> None:
         await exchange.answer(openapi())
 
-    async def _version(self, exchange: Exchange) -> None:
+    async def _told_version(self, exchange: Exchange) -> None:
         await exchange.answer({"version": __version__})
 
 
@@ -342,7 +342,7 @@ def _refuse_late(message: Over) -> None:
         raise HttpError(408, "The deadline passed before the first token.", code="deadline")
 
 
-def _shown_score(found: Known) -> dict[str, Json]:
+def _shown_score(found: Likelihoods) -> dict[str, Json]:
     top = [
         [{"id": id, "logprob": finite(value)} for id, value in zip(ids, values, strict=True)]
         for ids, values in zip(found.top_tokens, found.top_logprobs, strict=True)

@@ -6,11 +6,12 @@ import hashlib
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from everystep.config import ChatDefaults
 from everystep.config.chat_defaults import MOST_NEW_TOKENS
 from everystep.config.named_strategies import is_named
+from everystep.dialogue import Dialogue, read_dialogue
 from everystep.errors import (
     OversizeError,
     RequestError,
@@ -27,6 +28,10 @@ from everystep.text import Tokenizer
 _SHAPING = ("temperature", "top_k", "top_p", "min_p")
 _ROLES = ("developer", "system", "user", "assistant", "tool")
 _PARTS = ("text", "refusal")
+_DIALOGUE = (
+    *("tools", "tool_choice", "parallel_tool_calls"),
+    *("enable_thinking", "thinking_budget"),
+)
 _USUAL_TOKENS = 16
 """Tokens of a completion that names no length, as OpenAI has it."""
 
@@ -72,7 +77,8 @@ class Wanted:
     """A request, read: what is asked of the engine, and the form of the answer.
 
     `prompts`: ids and text of each; `keywords`: those of `generate`; `n`: answers per prompt;
-    `logprobs`: of how many best tokens, None for none; `nothing`: the prompt alone is wanted.
+    `logprobs`: of how many best tokens, None for none; `nothing`: the prompt alone is wanted;
+    `dialogue`: what is asked of tools and thoughts.
     """
 
     to: Addressee
@@ -87,6 +93,7 @@ class Wanted:
     nothing: bool = False
     ids: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
+    dialogue: Dialogue | None = None
 
     def asks(self, numbers: list[int]) -> list[Ask]:
         """Return what is asked of the engine, an ask per prompt."""
@@ -162,7 +169,8 @@ def read_chat(given: Mapping[str, Json], to: Addressee, caller: Caller) -> Wante
     if given.get("logprobs"):
         best = best or 0
     begins = given.get("add_generation_prompt", True)
-    ids = render(given["messages"], to.front, begins=begins)
+    dialogue = read_dialogue(to.front.tokenizer, *(given.get(name) for name in _DIALOGUE))
+    ids = render(given["messages"], to.front, begins=begins, dialogue=dialogue)
     known = {name: one for name, one in given.items() if name not in ("logprobs", "top_logprobs")}
     if (most := known.pop("max_completion_tokens", None)) is not None:
         known["max_tokens"] = most
@@ -174,7 +182,8 @@ def read_chat(given: Mapping[str, Json], to: Addressee, caller: Caller) -> Wante
         raise RequestError("max_tokens=0 asks for nothing", do="Ask for tokens")
     if best is not None:
         keywords["logprobs"] = best
-    return _wanted(given, to, ((ids, ""),), keywords, renamed, best, in_chat=True)
+    wanted = _wanted(given, to, ((ids, ""),), keywords, renamed, best, in_chat=True)
+    return replace(wanted, dialogue=dialogue)
 
 
 def _wanted(
@@ -252,15 +261,22 @@ def _ids(prompt: str | list[int], to: Addressee) -> tuple[list[int], str]:
     return ids, prompt
 
 
-def render(messages: list[Json], front: FrontModel, *, begins: bool) -> list[int]:
+def render(
+    messages: list[Json], front: FrontModel, *, begins: bool, dialogue: Dialogue | None = None
+) -> list[int]:
     """Return the ids of a conversation; RequestError for a message that cannot be read."""
     for number, message in enumerate(messages):
         _require_message(message, f"messages[{number}]")
     if front.tokenizer.chat_template is None:
         raise TokenizerError("the model has no chat template", do="Ask /v1/completions instead")
     begun = front.chat.begun(messages)
+    told = {} if dialogue is None else dialogue.template
     ids = front.tokenizer.apply_chat_template(
-        begun, tokenize=True, add_generation_prompt=begins, return_dict=False
+        begun if dialogue is None else dialogue.messages(begun),
+        tokenize=True,
+        add_generation_prompt=begins,
+        return_dict=False,
+        **told,
     )
     return list(ids)
 
@@ -270,7 +286,7 @@ def _require_message(message: Mapping[str, Json], where: str) -> None:
     if role not in _ROLES:
         wanted = ", ".join(_ROLES)
         raise RequestError(f"{where}.role is impossible", wanted=wanted, got=shown(role)[:40])
-    for name in ("tool_calls", "function_call", "audio"):
+    for name in ("function_call", "audio"):
         if message.get(name):
             raise UnsupportedError(f"{where}.{name} cannot be read yet", do="Leave it out")
     content = message.get("content")

@@ -159,6 +159,7 @@ NOT_ON_THE_WIRE: Mapping[str, str] = {
         ("disable_compile", "continuous_batching_config", "prefill_chunk_size", "low_memory"),
         "is decided by whoever runs the server",
     ),
+    "record": "is decided by whoever runs the server",
     "trim_stop_strings": "has another name here: include_stop_str_in_output",
     "adapter_names": "has another name here: an adapter is asked for as the model",
 }
@@ -192,6 +193,11 @@ _OWN: Mapping[str, WireKind] = {
     "negative_prompt": either(TEXT, IDS, listed(MAPPING, 4096, 1)),
     "stop_strings": STOP,
     "logit_bias": MAPPING,
+    "tools": listed(MAPPING, 128, 1),
+    "tool_choice": either(text(128, 1), MAPPING),
+    "parallel_tool_calls": FLAG,
+    "enable_thinking": FLAG,
+    "thinking_budget": integer(0, 1 << 24),
 }
 """Kinds of keywords that are bounded here, or that are no fields of a configuration."""
 
@@ -211,6 +217,13 @@ def generate_field(name: str) -> WireField:
         one = FIELDS[name]
         kind = WireKind(one.kind.wanted, _schema_of(row.type), _is_json)
     return WireField(name, kind, row.line, keyword=name)
+
+
+OF_MESSAGES = (
+    *("add_generation_prompt", "tools", "tool_choice", "parallel_tool_calls"),
+    *("enable_thinking", "thinking_budget"),
+)
+"""Keywords that only a conversation has."""
 
 
 def _is_json(_: Json) -> bool:

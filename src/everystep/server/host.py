@@ -32,15 +32,15 @@ from everystep.server.messages import (
     Begun,
     Ended,
     Failed,
-    Known,
     Leave,
+    Likelihoods,
     ModelFacts,
     Over,
     Quit,
     Ready,
-    Row,
+    RowNews,
     ScoreAsk,
-    Scored,
+    ScoredTexts,
     ToEngine,
     ToFront,
     Tokens,
@@ -184,7 +184,7 @@ class EngineHost:
                 best=ask.best,
                 adapter_names=ask.adapter,
             )
-            message = Scored(ask.id, [_known_of_score(one) for one in scores])
+            message = ScoredTexts(ask.id, [_known_of_score(one) for one in scores])
         except Exception as error:
             message = failed(ask.id, error)
         self._loop.call_soon_threadsafe(self._send, message)
@@ -196,7 +196,7 @@ class EngineHost:
         while True:
             await self._noticed.wait()
             self._noticed.clear()
-            rows: list[Row] = []
+            rows: list[RowNews] = []
             over: list[ToFront] = []
             for id, under in list(self._under.items()):
                 ended = under.one.over  # asked first, since the last event comes before it
@@ -210,7 +210,7 @@ class EngineHost:
                 self._send(message)
             await self._writer.drain()
 
-    def _news(self, id: int, under: _Under) -> list[Row]:
+    def _news(self, id: int, under: _Under) -> list[RowNews]:
         box = under.one.box
         if box is None or not box.groups:
             return []
@@ -250,12 +250,12 @@ def _strings(one: Submission) -> list[str]:
     return [] if trim is None else list(trim[0])
 
 
-def _row(id: int, event: Event) -> Row:
+def _row(id: int, event: Event) -> RowNews:
     top = None if event.top_logprobs is None else list(event.top_logprobs)
     if event.finish is None:
-        return Row(id, event.index, event.token, event.logprob, top)
+        return RowNews(id, event.index, event.token, event.logprob, top)
     kind, matched = _said(event.finish)
-    return Row(id, event.index, event.token, event.logprob, top, kind, matched)
+    return RowNews(id, event.index, event.token, event.logprob, top, kind, matched)
 
 
 def _said(reason: FinishReason) -> tuple[str, str | int | None]:
@@ -292,8 +292,8 @@ def _ended(result: Generated) -> Ended:
     )
 
 
-def _known(found: TokenLogprobs | Score, first: int = 0) -> Known:
-    return Known(
+def _known(found: TokenLogprobs | Score, first: int = 0) -> Likelihoods:
+    return Likelihoods(
         found.tokens.tolist(),
         found.logprobs.tolist(),
         found.top_tokens.tolist(),
@@ -302,7 +302,7 @@ def _known(found: TokenLogprobs | Score, first: int = 0) -> Known:
     )
 
 
-def _known_of_score(found: Score) -> Known:
+def _known_of_score(found: Score) -> Likelihoods:
     return _known(found)
 
 

@@ -35,9 +35,9 @@ from everystep.server.messages import (
     Over,
     Quit,
     Ready,
-    Row,
+    RowNews,
     ScoreAsk,
-    Scored,
+    ScoredTexts,
     Tokens,
     frame,
     read_frame,
@@ -48,7 +48,7 @@ log = logging.getLogger("everystep.server")
 _FATAL = 2
 """Deaths of an engine after which an ask that was under way is given up."""
 _LONGEST_PAUSE = 10.0
-News = Row | Begun | Over | Scored | Failed
+News = RowNews | Begun | Over | ScoredTexts | Failed
 
 
 class EngineGone(EverystepError, RuntimeError):
@@ -148,7 +148,7 @@ class Asking:
 
     def tell(self, message: News) -> None:
         """Hand a message to the reader, unless an earlier engine's was the same."""
-        if isinstance(message, Row):
+        if isinstance(message, RowNews):
             self.seen[message.index] += 1
             if self.seen[message.index] <= self.told[message.index]:
                 return
@@ -255,7 +255,7 @@ class EngineLink:
             raise CapacityError("too many prompts wait", wanted=wanted, got=line + positions)
 
     async def follow(self, ask: Ask | ScoreAsk) -> AsyncGenerator[News, None]:
-        """Yield what becomes of an ask, `Over`, `Scored` or `Failed` last.
+        """Yield what becomes of an ask, `Over`, `ScoredTexts` or `Failed` last.
 
         Leaving the iterator ends the ask.
         """
@@ -265,7 +265,7 @@ class EngineLink:
             while True:
                 message = await one.news.get()
                 yield message
-                if isinstance(message, Over | Scored | Failed):
+                if isinstance(message, Over | ScoredTexts | Failed):
                     return
         finally:
             if self._asking.pop(ask.id, None) is not None:
@@ -321,7 +321,7 @@ class EngineLink:
             self._send(one.ask)
         self._ready.set()
 
-    def _hand_on(self, message: Tokens | Begun | Over | Scored | Failed) -> None:
+    def _hand_on(self, message: Tokens | Begun | Over | ScoredTexts | Failed) -> None:
         if isinstance(message, Tokens):
             for row in message.rows:
                 if (one := self._asking.get(row.id)) is not None:
@@ -329,7 +329,7 @@ class EngineLink:
             return
         if (one := self._asking.get(message.id)) is None:
             return
-        if isinstance(message, Over | Scored | Failed):
+        if isinstance(message, Over | ScoredTexts | Failed):
             del self._asking[message.id]
             self._seconds += 0.1 * (time.monotonic() - one.since - self._seconds)
         one.tell(message)

@@ -53,8 +53,8 @@ class Quit(msgspec.Struct, tag=True, frozen=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """The facts of a model that the front needs: its name, adapters, ids that end a text, context
-    and vocabulary, and which executor runs it."""
+    """The facts of a model that the front needs: its name, adapters, ids that end a text, context,
+    vocabulary and executor."""
 
     name: str
     adapters: list[str]
@@ -72,7 +72,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     process: int
 
 
-class Known(msgspec.Struct, frozen=True):
+class Likelihoods(msgspec.Struct, frozen=True):
     """The likelihood of tokens where they stood: ids, log-probabilities, the best of each place.
 
     `first`: the place of the first one in its row.
@@ -85,7 +85,7 @@ class Known(msgspec.Struct, frozen=True):
     first: int = 0
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class RowNews(msgspec.Struct, frozen=True, array_like=True):
     """A token of a sequence as it is settled; -1 for none. `kind`, `matched`: how the sequence
     ends, where it does."""
 
@@ -101,7 +101,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 class Tokens(msgspec.Struct, tag=True, frozen=True):
     """All that the last steps settled."""
 
-    rows: list[Row]
+    rows: list[RowNews]
 
 
 class Begun(msgspec.Struct, tag=True, frozen=True):
@@ -122,8 +122,8 @@ class Ended(msgspec.Struct, frozen=True):
     score: float
     prompt_tokens: int
     cached_tokens: int
-    known: Known | None = None
-    known_prompt: Known | None = None
+    known: Likelihoods | None = None
+    known_prompt: Likelihoods | None = None
 
 
 class Over(msgspec.Struct, tag=True, frozen=True):
@@ -133,11 +133,11 @@ class Over(msgspec.Struct, tag=True, frozen=True):
     results: list[Ended]
 
 
-class Scored(msgspec.Struct, tag=True, frozen=True):
+class ScoredTexts(msgspec.Struct, tag=True, frozen=True):
     """Rows have been scored."""
 
     id: int
-    rows: list[Known]
+    rows: list[Likelihoods]
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
@@ -149,7 +149,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 ToEngine = Ask | ScoreAsk | Leave | Quit
-ToFront = Ready | Begun | Tokens | Over | Scored | Failed
+ToFront = Ready | Begun | Tokens | Over | ScoredTexts | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 OF_FRONT: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -12,6 +12,7 @@ from everystep.server.fields import (
     IDS,
     MAPPING,
     NOT_ON_THE_WIRE,
+    OF_MESSAGES,
     STOP,
     TEXT,
     Json,
@@ -53,10 +54,9 @@ IGNORED: Mapping[str, str] = {
 }
 """Fields of OpenAI's that change no answer, each with the reason."""
 
-_TOOLS = "needs the tools of a dialogue, which this server does not have yet"
 _OTHERS: Mapping[str, str] = {
-    **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"), _TOOLS),
-    "parallel_tool_calls": _TOOLS,
+    "functions": "has another name here: tools",
+    "function_call": "has another name here: tool_choice",
     **dict.fromkeys(("modalities", "audio"), "asks for sounds, and answers are texts"),
     "web_search_options": "asks for a search, and nothing is fetched",
     "reasoning_effort": "is read by no model here",
@@ -124,10 +124,10 @@ COMPLETIONS = RouteTable(
             WireField("echo", FLAG, "Whether the prompt stands before its answers.", "false"),
         ),
         _BOTH,
-        (one for one in GENERATE if one.name != "add_generation_prompt"),
+        (one for one in GENERATE if one.name not in OF_MESSAGES),
     ),
     IGNORED,
-    {**_REFUSED, "add_generation_prompt": "belongs to messages"},
+    {**_REFUSED, **dict.fromkeys(OF_MESSAGES, "belongs to messages")},
 )
 
 CHAT = RouteTable(

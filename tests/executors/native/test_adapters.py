@@ -603,8 +603,9 @@ def _by_targets(self: PackedAdapters, adapter: Adapter) -> PackedAdapter:
 def _kept_once(self: Any) -> Adapter:
     """What an adapter learns is not looked at any more."""
     if self._kept is None:
-        self._kept = self._plan.made({k: v.detach().clone() for k, v in self._tensors.items()})
-    kept: Adapter = self._kept
+        held = {name: one.detach().clone() for name, one in self._tensors.items()}
+        self._kept = self._plan.made(held), held
+    kept: Adapter = self._kept[0]
     return kept
 
 

@@ -28,7 +28,7 @@ from everystep.adapters import (
 )
 from everystep.errors import InvariantError
 from everystep.executors.native.library import (
-    AdapterWeights,
+    AdapterMatrices,
     ChangesOfLayer,
     ChangesOfMap,
     ChangeWeights,
@@ -157,7 +157,7 @@ class PackedAdapter:
                     maps = _maps_of(stack.layer[index], read)
                     most = max(most, self._put(layers[index], place, own, maps))
         self._packing.alive.append(layers)
-        self.structure = AdapterWeights(count, most, layers)
+        self.structure = AdapterMatrices(count, most, layers)
 
     def _put(
         self, layer: ChangesOfLayer, place: int, changes: Sequence[_Affine], maps: dict[str, _Map]
@@ -230,7 +230,7 @@ class AdaptersOfStep:
         places = (self._held[packed.of(one.adapter)] for one in self._each())
         self._places = np.fromiter(places, np.int64)
         self._weights = np.fromiter((one.weight for one in self._each()), np.float32)
-        self._structures = (AdapterWeights * len(self._held))(
+        self._structures = (AdapterMatrices * len(self._held))(
             *(one.structure for one in self._held)
         )
 

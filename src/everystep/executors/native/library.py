@@ -154,7 +154,7 @@ class ChangesOfLayer(Structure):
     _fields_ = (("down", Matrix * 4), ("maps", ChangesOfMap * 5))
 
 
-class AdapterWeights(Structure):
+class AdapterMatrices(Structure):
     """An adapter."""
 
     _fields_ = (("layers", c_int64), ("most", c_int64), ("layer", POINTER(ChangesOfLayer)))
@@ -188,7 +188,7 @@ class StepWork(Structure):
         *((name, c_int64) for name in ("deep", "deep_layers")),
         ("added", POINTER(GivenEmbeds)),
         ("adapters", c_int64),
-        ("adapter", POINTER(AdapterWeights)),
+        ("adapter", POINTER(AdapterMatrices)),
         *((name, c_void_p) for name in ("use_begins", "use_adapters", "use_weights")),
         ("ahead", c_int64),
     )
@@ -205,7 +205,7 @@ _MIRRORED = (
     RopeRows,
     GivenEmbeds,
     ChangeWeights,
-    AdapterWeights,
+    AdapterMatrices,
     StepWork,
 )
 

@@ -1,0 +1,117 @@
+"""Tools on the wire: forced calls, whole and streamed, are those of the library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+import everystep as es
+from everystep.server.application import Front
+from everystep.server.asking import FrontModel
+from everystep.server.host import HostedModel
+from everystep.server.link import EngineLink, ThreadMooring
+from everystep.server.local import listening
+from everystep.testing.tokenizer import tiny_tokenizer
+from tests.dialogue.templates import FORMS
+from tests.server.serving import LIMITS, Served, chunks_of, tiny
+
+ASKED = [{"role": "user", "content": "hello"}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2, 3]}, "b": {"enum": ["x", "y"]}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
+FORCED: Any = {
+    "messages": ASKED,
+    "tools": [TOOL],
+    "tool_choice": "required",
+    "temperature": 1,
+    "max_tokens": 200,
+    "parallel_tool_calls": False,
+    "thinking_budget": 4,
+}
+
+
+TOKENIZER = tiny_tokenizer(320)
+TOKENIZER.chat_template = next(one for one in FORMS if one.dialect == "hermes").source
+
+
+_OWN = ("tools", "tool_choice", "parallel_tool_calls", "thinking_budget")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    """A server whose chat template knows tools."""
+    hosted = ThreadMooring(lambda: {"tiny": HostedModel(tiny(), TOKENIZER, LIMITS)}, LIMITS)
+    front = Front(EngineLink(hosted), {"tiny": FrontModel(TOKENIZER, tiny().chat_defaults)})
+    with listening(front) as port:
+        one = Served(front, port)
+        with one.client:
+            yield one
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_forced_call_is_that_of_the_library(server: Served, seed: int) -> None:
+    answer = server.post("/v1/chat/completions", **FORCED, seed=seed)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    own = {name: FORCED[name] for name in _OWN}
+    shape: Any = {"do_sample": True, "temperature": 1, "max_new_tokens": 200, "seed": seed}
+    wanted = es.chat(tiny(), TOKENIZER, ASKED, **own, **shape)
+    calls = choice["message"]["tool_calls"]
+    assert [(one["function"]["name"], one["function"]["arguments"]) for one in calls] == [
+        (one.name, one.arguments) for one in wanted.tool_calls
+    ]
+    parts = choice["message"].get("reasoning_content"), choice["message"]["content"] or ""
+    assert parts == (wanted.reasoning_content, wanted.message.content)
+    assert len(calls) == 1 and choice["finish_reason"] == "tool_calls"
+    assert json.loads(calls[0]["function"]["arguments"])["a"] in (1, 2, 3)
+
+
+def test_a_streamed_call_joins_to_the_whole_one(server: Served) -> None:
+    own: Any = {"base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 0}
+    asked: Any = {"model": "tiny", **FORCED, "seed": 1}
+    asked["extra_body"] = {"thinking_budget": asked.pop("thinking_budget")}
+    with openai.OpenAI(**own) as client:
+        whole = client.chat.completions.create(**asked).choices[0]
+        with client.chat.completions.stream(**asked) as stream:
+            for _ in stream:
+                pass
+            joined = stream.current_completion_snapshot.choices[0]
+    (one,), (other,) = whole.message.tool_calls or [], joined.message.tool_calls or []
+    assert (one.id, one.function.name) == (other.id, other.function.name)
+    assert one.function.arguments == other.function.arguments
+    assert joined.finish_reason == whole.finish_reason == "tool_calls"
+    body = server.post("/v1/chat/completions", **FORCED, seed=1, stream=True).text
+    deltas = [c["choices"][0]["delta"].get("tool_calls") for c in chunks_of(body)]
+    said = [delta[0] for delta in deltas if delta]
+    assert said[0]["function"]["arguments"] == "" and said[0]["type"] == "function"
+    assert all(set(delta) == {"index", "function"} for delta in said[1:])
+
+
+def test_a_conversation_with_calls_and_results(server: Served) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        *ASKED,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+    ]
+    body = {**FORCED, "messages": messages, "tool_choice": "auto", "max_tokens": 5}
+    assert server.post("/v1/chat/completions", **body).status_code == 200
+    named = {"type": "function", "function": {"name": "add"}}
+    answer = server.post("/v1/chat/completions", **{**FORCED, "tool_choice": named}, seed=1).json()
+    assert answer["choices"][0]["finish_reason"] == "stop", "as OpenAI has it"
+    wrong = server.post("/v1/chat/completions", **{**FORCED, "tool_choice": "ad"})
+    assert wrong.status_code == 400 and "add" in wrong.json()["error"]["message"]

@@ -15,7 +15,7 @@ from everystep.errors import EverystepError
 from tests.cli.conftest import call  # noqa: F401  (a fixture)
 from tests.cli.running import Caller
 from tests.faces.table import FACES, TOKENIZER, Asked, Tokens
-from tests.faces.tight import FEATURES, SUBJECTS, TightCell, drawn
+from tests.faces.tight import FEATURES, SUBJECTS, TightCell, drawn, reference_of
 from tests.matrix.rows import ROWS
 from tests.reading import ROOT
 
@@ -108,3 +108,14 @@ def test_a_face_that_forgets_a_feature_is_noticed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(FACES, cell.face, lambda asked: [[5, 6]])
     with pytest.raises(AssertionError):
         check(cell, None, monkeypatch)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_length_of_a_transcription_counts_no_start() -> None:
+    cell = TightCell("es.generate", "listener", "torch", "sounds", ROWS[0], ())
+    given = {"max_length": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = cell.model.generate(**cell.rows(), **given)
+    theirs = reference_of("listener", whole=True).generate(**cell.rows(), **given)
+    assert found.tolist() == theirs.tolist() and found.shape == (1, 3)
+    (tokens,) = es.generate(cell.model, None, [cell.content()], **given)
+    assert [*tokens] == found[0, :2].tolist()

@@ -240,6 +240,8 @@ class TightCell:
         """Whether the cell may come to something else than the feature claims."""
         if feature == "no token twice":  # the one allowed token is, where nothing else may follow
             return "one allowed token" in self.features
+        if feature == "one position beyond the prompt":  # whose last token is said anew
+            return "healing" in self.features
         # What DoLa leaves out no bias brings back; contrastive search weighs more than scores.
         weighed = self.strategy.name in ("dola", "contrastive") or "no token twice" in self.features
         return feature == "a bias that decides" and weighed
@@ -312,6 +314,8 @@ def drawn(seed: int) -> TightCell:
     face, name = draw.choice([*FACES][1:]), draw.choice([*SUBJECTS])
     prompt, executor = (draw.choice(SUBJECTS[name].prompts), draw.choice(SUBJECTS[name].executors))
     features, strategies = [*FEATURES], [*ROWS]
+    if SUBJECTS[name].reads == "sounds":  # whose transcription counts the answer alone
+        features.remove("one position beyond the prompt")
     if face == "the command line":  # which takes texts, and what it has options for
         if SUBJECTS[name].reads == "sounds":
             name, executor = "decoder", "torch"

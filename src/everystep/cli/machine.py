@@ -12,7 +12,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "vision": ("pillow",),
     "sentencepiece": ("sentencepiece", "protobuf"),
     "audio": ("soundfile",),
-    "train": ("pyarrow",),
+    "train": ("pyarrow", "tensorboard", "matplotlib"),
     "server": (
         *("starlette", "uvicorn", "msgspec"),
         *("prometheus-client", "httptools", "uvloop"),

@@ -23,7 +23,6 @@ from everystep.errors import NOBODYS, EverystepError
 from everystep.processors.base import UserProcessor
 from everystep.records import Line, RecordWriter, exact, spelled
 from everystep.stops.ends import EosToken
-from everystep.strategies import Sample
 from everystep.text import Spelling
 from everystep.types import Event, Request
 from everystep.types.protocols import Processor
@@ -220,7 +219,7 @@ class ChosenRows:
         at = torch.tensor([row.number for row in rows], dtype=torch.int64)
         at = at.to(scored.logits.device)
         numbers = None
-        drawn = isinstance(request.strategy, Sample) and isinstance(request.draws, SeededDraws)
+        drawn = request.strategy.reads.number and isinstance(request.draws, SeededDraws)
         if rows and drawn and scored.offered is scored.scores:
             own = [scored.batch.sequences[row.number] for row in rows]
             position = np.array([one.length for one in own], dtype=np.uint64)

@@ -14,7 +14,6 @@ from everystep.engine.batches import mixed, readout_name
 from everystep.engine.recording import name_of
 from everystep.engine.watching import StepRecord
 from everystep.processors.pipeline import apply
-from everystep.strategies import Sample
 from everystep.types import FinishReason, Request, Rows, Scores, Sequence, TokenTable
 from everystep.types import values_of as immutable
 
@@ -126,7 +125,7 @@ class Sight:
 
     def number(self) -> float | None:
         """Return the number in (0, 1) that drew the first row's token; None without a draw."""
-        if not isinstance(self.request.strategy, Sample):
+        if not self.request.strategy.reads.number:
             return None
         places = self._scored.batch.places()
         return float(self.request.draws.uniform("choice", places)[int(self._rows[0]), 0])

@@ -89,7 +89,7 @@ class Sample:
 
     width: int = 1
     streams: ClassVar[bool] = True
-    reads: ClassVar[Reads] = Reads(shortlists=True, alone=True)
+    reads: ClassVar[Reads] = Reads(shortlists=True, alone=True, number=True)
     rounds: ClassVar[int] = 1
 
     @property

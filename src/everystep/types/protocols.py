@@ -19,7 +19,8 @@ class Reads:
     `pick` needs no token that processors left at -inf; then they may be shown the best of a row.
     `hidden`: whether it reads the last hidden states of every position, kept as `Batch.columns`.
     `alone`: whether each sequence chooses one token from its own row, whatever the others do; such
-    a strategy can be given drafts, of which it learns nothing.
+    a strategy can be given drafts, of which it learns nothing. `number`: whether one number in
+    (0, 1), drawn as "choice", falls on a row's token where its shares lie side by side.
     """
 
     scores: Literal["logits", "log_probs"] = "logits"
@@ -27,6 +28,7 @@ class Reads:
     shortlists: bool = False
     hidden: bool = False
     alone: bool = False
+    number: bool = False
 
 
 Processor = Callable[[Any, Tensor], Tensor]

@@ -222,7 +222,7 @@ LINE: dict[str, tuple[list[str], Any]] = {
 """Argument -> how it is asked for on the command line, and what reaches the library."""
 
 
-LINE_OF_FILES = ("schema", "grammar")  # tests/cli/test_grammars.py
+LINE_OF_FILES = ("schema", "grammar", "record")  # tests/cli/test_grammars.py, test_inspect.py
 
 
 @pytest.mark.parametrize("name", [name for name in ASKED if name not in LINE_OF_FILES])

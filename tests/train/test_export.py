@@ -14,9 +14,9 @@ from everystep.errors import FileError, RequestError, UnsupportedError
 from everystep.files.gguf import read_gguf
 from everystep.testing.tokenizer import tiny_tokenizer
 from tests.api.test_quantize import WIDE
-from tests.models.tiny import farthest, ids, reference_decoder
+from tests.models.tiny import farthest, reference_decoder
 
-READ = ids(2, 12)
+READ = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(3))
 DATA = [{"prompt": "one", "completion": " two"}, {"prompt": "three", "completion": " four"}]
 
 
@@ -43,6 +43,11 @@ def trained(model: Any, tokenizer: Any, folder: Path, *, lora: bool) -> es.Train
     return run
 
 
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """How far values are apart on average, since the farthest of few says little."""
+    return float((one - other).abs().mean())
+
+
 @pytest.mark.parametrize("lora", [True, False])
 def test_it_answers_as_what_was_trained(source: Path, tmp_path: Path, lora: bool) -> None:
     model, tokenizer = es.load(source)
@@ -62,7 +67,7 @@ def test_it_answers_as_what_was_trained(source: Path, tmp_path: Path, lora: bool
     file = run.export(tmp_path / "merged.Q8_0.gguf")
     assert read_gguf(file).metadata["general.file_type"] == 7
     found = es.load_model(file)(READ).logits
-    assert farthest(found, wanted) < 0.4 * farthest(untrained, wanted)
+    assert apart(found, wanted) < 0.4 * apart(untrained, wanted)
     assert run.export(tmp_path / "plain.gguf", "q6_k").exists()
     with pytest.raises(FileError, match="is there already"):
         run.export(file)
@@ -76,7 +81,7 @@ def test_an_adapter_of_a_model_in_codes(source: Path, tmp_path: Path) -> None:
     wanted = run.model(READ, use_cache=False, adapter_names="default").logits.detach()
     found = es.load_model(run.export(tmp_path / "merged.gguf"))(READ).logits
     base = es.load_model(coded)(READ).logits
-    assert farthest(found, wanted) < 0.3 * farthest(base, wanted)
+    assert apart(found, wanted) < 0.3 * apart(base, wanted)
     folder = run.export(tmp_path / "floats")
     assert set(es.load_model(folder).weight_bytes) == {"float32"}
 

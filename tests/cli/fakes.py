@@ -114,7 +114,7 @@ class FakeGenerated:
     cached_tokens: int = 0
     logprobs: None = None
     prompt_logprobs: None = None
-    message: object = None
+    message: None = None
     hidden_states: None = None
     attentions: None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -59,6 +60,7 @@ def interrupted(call: Callable[[], object], line: int) -> bool:
         return trace
 
     earlier = sys.gettrace()
+    gc.disable()  # what watches collections would be interrupted, and that is nobody's error
     sys.settrace(trace)
     try:
         call()
@@ -66,4 +68,5 @@ def interrupted(call: Callable[[], object], line: int) -> bool:
         return True
     finally:
         sys.settrace(earlier)
+        gc.enable()
     return False

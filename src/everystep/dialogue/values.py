@@ -7,9 +7,8 @@ import re
 from collections.abc import Generator
 
 from everystep.dialogue.json_scanner import JsonScanner
-from everystep.dialogue.reader import MOST_HELD, NONE, Reader
+from everystep.dialogue.reader import MOST_HELD, NONE, Place, Reader
 
-Place = Generator[None, None, int]
 Value = Generator[None, None, tuple[int, str]]
 """A step that returns the place behind a value, and the value as JSON."""
 TEXT = frozenset({"string"})
@@ -52,20 +51,27 @@ class ValueReader:
         place, text = yield from self._members(place, closing, ":" if self._quote else "=", 0)
         return place, name, text
 
+    def _end_or_next(
+        self, place: int, closing: str, *, first: bool
+    ) -> Generator[None, None, tuple[int, int]]:
+        """Return the place behind the closing mark, or NONE, and where the next member begins, or
+        NONE where neither follows; a comma may stand before the closing mark."""
+        end = yield from self._reader.mark(place, closing)
+        if end == NONE and not first:
+            place = yield from self._reader.mark(place, ",")
+            if place != NONE:
+                end = yield from self._reader.mark(place, closing)
+        return end, place
+
     def _members(self, place: int, closing: str, between: str, depth: int) -> Value:
         """Return the place behind the members of an object, up to its closing mark."""
         reader, found = self._reader, list[str]()
         while True:
-            end = yield from reader.mark(place, closing)
+            end, place = yield from self._end_or_next(place, closing, first=not found)
             if end != NONE:
                 return end, "{" + ", ".join(found) + "}"
-            if found:
-                place = yield from reader.mark(place, ",")
-                if place == NONE:
-                    return NONE, ""
-                end = yield from reader.mark(place, closing)
-                if end != NONE:
-                    return end, "{" + ", ".join(found) + "}"
+            if place == NONE:
+                return NONE, ""
             place, key = yield from self._key(place)
             place = NONE if place == NONE else (yield from reader.mark(place, between))
             if place == NONE:
@@ -114,18 +120,13 @@ class ValueReader:
         return (yield from self._word(place))
 
     def _items(self, place: int, closing: str, depth: int) -> Value:
-        reader, found = self._reader, list[str]()
+        found = list[str]()
         while True:
-            end = yield from reader.mark(place, closing)
+            end, place = yield from self._end_or_next(place, closing, first=not found)
             if end != NONE:
                 return end, "[" + ", ".join(found) + "]"
-            if found:
-                place = yield from reader.mark(place, ",")
-                if place == NONE:
-                    return NONE, ""
-                end = yield from reader.mark(place, closing)
-                if end != NONE:
-                    return end, "[" + ", ".join(found) + "]"
+            if place == NONE:
+                return NONE, ""
             place, value = yield from self.value(place, depth + 1)
             if place == NONE:
                 return NONE, ""

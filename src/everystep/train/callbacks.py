@@ -304,18 +304,14 @@ class PlotCallback(TrainerCallback):
     ) -> None:
         figure = self._figure(figsize=(7, 4), layout="constrained")
         losses = figure.subplots()
-        for name, colour, style in _CURVES:
+        rates = losses.twinx()
+        for axes, name, colour, style, width in (
+            *((losses, *curve, 1.5) for curve in _CURVES),
+            (rates, "learning_rate", _GREY, "-", 1),
+        ):
             points = [(one["step"], one[name]) for one in state.log_history if name in one]
             if points:
-                losses.plot(*zip(*points, strict=True), style, color=colour, label=name)
-        rates = losses.twinx()
-        points = [
-            (one["step"], one["learning_rate"])
-            for one in state.log_history
-            if "learning_rate" in one
-        ]
-        if points:
-            rates.plot(*zip(*points, strict=True), color=_GREY, linewidth=1)
+                axes.plot(*zip(*points, strict=True), style, color=colour, label=name, lw=width)
         rates.set_ylabel("learning rate", color=_GREY)
         rates.set_ylim(bottom=0)
         losses.set_xlabel("step")

@@ -83,7 +83,7 @@ def is_list(value: Any, of: Callable[[Any], bool], least: int = 0) -> bool:
 
 
 def _is_id(value: Any) -> bool:
-    return is_integer(value) and 0 <= value < 1 << 63
+    return is_integer(value) and value >= 0
 
 
 def _is_word(value: Any) -> bool:

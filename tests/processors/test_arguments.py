@@ -101,6 +101,8 @@ def test_diversity_refuses(args: tuple[Any, ...], text: str) -> None:
         (everystep.SequenceBiasLogitsProcessor({(3, 99): 1.0}), r"beyond .* below 37; got \[99\]"),
         (everystep.NoBadWordsLogitsProcessor([[99]]), "bad_words_ids names ids beyond"),
         (everystep.PrefixConstrainedLogitsProcessor(lambda *_: [], 1), "allows nothing"),
+        (everystep.PrefixConstrainedLogitsProcessor(lambda *_: [3, 37], 1), "0 to 36; got 37"),
+        (everystep.PrefixConstrainedLogitsProcessor(lambda *_: [3, -1], 1), "0 to 36; got -1"),
         (everystep.ClassifierFreeGuidanceLogitsProcessor(2.0), "wanted 4 rows of scores for 2"),
         (everystep.RepetitionPenaltyLogitsProcessor(1.5, [1, 2, 3]), "one number, or 2 of them"),
     ],
@@ -108,6 +110,21 @@ def test_diversity_refuses(args: tuple[Any, ...], text: str) -> None:
 def test_wrong_scores_and_rows_are_refused(ours: LogitsProcessor, text: str) -> None:
     with pytest.raises(RequestError, match=text):
         ours(torch.zeros(2, 3).long(), some_scores(2))
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        everystep.EncoderRepetitionPenaltyLogitsProcessor(1.5, [[1, 2]]),
+        everystep.SequenceBiasLogitsProcessor({(3, 4): 1.0, (5,): 2.0}),
+        everystep.EncoderNoRepeatNGramLogitsProcessor(2, [[1, 2, 1]]),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_what_a_processor_finds_is_no_part_of_its_text(ours: LogitsProcessor) -> None:
+    text = repr(ours)
+    ours(torch.tensor(rectangle(2, 5)), some_scores(2))
+    assert repr(ours) == text
 
 
 def test_a_processor_that_says_nothing_cannot_be_called() -> None:

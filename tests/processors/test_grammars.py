@@ -31,9 +31,10 @@ from everystep.processors.grammars.grammar import (
 from everystep.processors.grammars.mask import GrammarMask
 from everystep.processors.grammars.source import LONGEST, Kind, read_source
 from everystep.processors.grammars.vocabulary import vocabulary_of
+from everystep.processors.pipeline import allowed_tokens
 from everystep.testing.tokenizer import tiny_tokenizer
 from everystep.text import Settings, Tokenizer
-from everystep.types import Scores, TokenTable
+from everystep.types import Rows, Scores, TokenTable
 from tests.processors.making import a_sequence
 
 LETTERS, LONGEST_TEXT = "abc", 8
@@ -219,6 +220,37 @@ def test_lists_and_whole_rows_lose_the_same(expression: str) -> None:
     assert again is not None and torch.equal(again.whole().values, whole)
     cooled = mask.few(rows, Scores.of(scores), 2.0)
     assert cooled is not None and torch.equal(cooled.whole().values, mask.process(rows, scores / 2))
+
+
+def test_a_list_of_the_best_is_read_where_it_lacks_what_may_follow() -> None:
+    own = tiny_tokenizer(5_000)
+    mask = GrammarMask(grammar_of(own, 5_000, "regex", "the|that| was"), (2,))
+    rows = bare_rows(torch.tensor([own.encode("t")] * 3))
+    scores = torch.randn(3, 5_000, generator=torch.Generator().manual_seed(1))
+    first, *_ = torch.nonzero(mask.may_follow(rows, 5_000)[0])[:, 0].tolist()
+    scores[1, first] = 9.0  # the list of this row has it
+    best = torch.topk(scores, 8)
+    lists = Scores(best.values, best.indices, 5_000, best.values[:, -1:], read=lambda r: scores[r])
+    found = mask.few(rows, lists)
+    assert found is not None
+    whole = mask.process(rows, scores)
+    assert torch.equal(found.values.amax(dim=1), whole.amax(dim=1))
+    at = found.values.argmax(dim=1, keepdim=True)
+    assert torch.equal(found.tokens.gather(1, at)[:, 0], whole.argmax(dim=1))
+    assert torch.equal(found.whole().values, whole)
+
+
+def test_what_grammars_of_several_rows_let_follow() -> None:
+    mask, table = mask_of("regex", "a*b?c{0,2}"), TokenTable()
+    own = [a_sequence(table, [3, *after], one) for after, one in (([2], (mask,)), ([2], ()))]
+    own.append(a_sequence(table, [3, 3], (mask,)))
+    rows, scores = Rows(table, own, np.array([2, 2, 2])), torch.zeros(3, SIZE)
+    found = allowed_tokens(rows, scores)
+    assert found is not None and found.shape == scores.shape
+    assert found[1].all()  # no grammar
+    for r, ids in ((0, [2]), (2, [3])):
+        assert {*found[r].nonzero()[:, 0].tolist()} == allowed(mask, ids)
+    assert allowed_tokens(rows.select(np.array([1])), scores[1:2]) is None
 
 
 def test_a_row_where_much_is_allowed_stays_whole() -> None:

@@ -127,6 +127,28 @@ def test_counts_follow_every_rewind(step: int) -> None:
         assert dict(zip(memory.tokens.tolist(), memory.counts.tolist(), strict=True)) == kept
 
 
+def test_any_number_of_ids_may_be_new() -> None:
+    line, memory = np.arange(1_000), Occurrences()
+    for length in range(1, len(line) + 1):
+        memory.read(line, length)
+        assert memory.tokens.size == length
+    assert (memory.counts == 1).all() and memory.tokens.tolist() == line.tolist()
+    assert memory.below(700).tolist() == line[:700].tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_an_n_gram_is_known_wherever_it_stands(size: int) -> None:
+    line, memory = np.random.default_rng(size).integers(0, 30, 700), NGrams(size)
+    known: dict[tuple[int, ...], list[int]] = {}
+    for length in range(1, len(line) + 1):
+        memory.read(line, length)
+        if length >= size:
+            *head, last = line[length - size : length].tolist()
+            following = known.setdefault(tuple(head), [])
+            following += [] if last in following else [last]
+    assert {head: list(memory.following(head)) for head in known} == known
+
+
 @pytest.mark.parametrize("memory", [Occurrences(), NGrams(3)], ids=["ids", "3-grams"])
 def test_a_fork_costs_what_is_new_and_not_what_is_long(memory: Occurrences | NGrams) -> None:
     sizes = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.generation import logits_process as reference
 
 import everystep
 from everystep.errors import RequestError
+from everystep.processors.guidance import contrasted
 from tests.processors.making import VOCABULARY, rectangle, same, some_scores
 
 DTYPES = [torch.float32, torch.float64]
@@ -41,6 +43,26 @@ def compare(ours: Any, theirs: Any, ids: Tensor, scores: Tensor) -> None:
 )
 def test_guidance_of_both_halves(name: str, args: tuple[Any, ...], dtype: torch.dtype) -> None:
     compare(*both(name, *args), torch.zeros(3, 2).long(), some_scores(6).to(dtype))
+
+
+@pytest.mark.parametrize("allowed", [None, [4, 9, 30]])
+def test_likelihoods_are_contrasted_where_they_are_plausible(allowed: list[int] | None) -> None:
+    logits, other = some_scores(3), some_scores(3)
+    among = None
+    if allowed is not None:
+        among = torch.zeros(3, VOCABULARY, dtype=torch.bool)
+        among[:, allowed] = True
+    found = contrasted(logits, other, alpha=0.2, beta=0.7, allowed=among)
+    for r in range(3):
+        p, q = logits[r].softmax(dim=0).tolist(), other[r].softmax(dim=0).tolist()
+        highest = max(p if allowed is None else [p[i] for i in allowed])
+        for i in range(VOCABULARY):
+            if p[i] < 0.2 * highest:
+                assert found[r, i] == -torch.inf
+            else:
+                wanted = math.log(p[i]) - 0.7 * math.log(q[i])
+                assert float(found[r, i]) == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+        assert 0 < int(found[r].isfinite().sum()) < VOCABULARY
 
 
 class Model:

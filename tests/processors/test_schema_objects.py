@@ -118,6 +118,19 @@ def test_one_of_several_that_are_told_apart(
         assert text is None or validator(schema).is_valid(json.loads(text)), text
 
 
+@pytest.mark.parametrize(("steps", "told"), [(0, True), (15, True), (25, False)])
+def test_references_are_followed_for_a_while(steps: int, told: bool) -> None:
+    definitions = {f"{kind}{steps}": tagged(kind) for kind in "ab"}
+    for i in range(steps):
+        definitions |= {f"{kind}{i}": {"$ref": f"#/$defs/{kind}{i + 1}"} for kind in "ab"}
+    schema = {"oneOf": [{"$ref": "#/$defs/a0"}, {"$ref": "#/$defs/b0"}], "$defs": definitions}
+    if told:
+        assert accepts(grammar_of(schema), '{"kind":"b"}')
+    else:
+        with pytest.raises(UnsupportedError, match="oneOf"):
+            grammar_of(schema)
+
+
 @pytest.mark.parametrize(
     "branches",
     [
@@ -235,6 +248,7 @@ def test_a_rounded_number_is_refused_with_both() -> None:
         {"multipleOf": 123.4567},
         {"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 991}]},
         {"type": "integer", "multipleOf": 997, "anyOf": [{"multipleOf": 991}, {"minimum": 3}]},
+        {"type": "integer", "allOf": [{"multipleOf": 1000}, {"multipleOf": 990}]},
         {"$ref": "#/$defs/a", "multipleOf": 997, "$defs": {"a": {"multipleOf": 991}}},
         {"prefixItems": [{"multipleOf": 9001 + i} for i in range(20)]},
     ],
@@ -252,6 +266,10 @@ def test_multiples_that_are_dear_are_refused(schema: Schema) -> None:
         {"type": "integer", "multipleOf": 9973},
         {"allOf": [{"type": "integer", "multipleOf": 97}, {"multipleOf": 101}]},
         {"prefixItems": [{"multipleOf": 997}, {"multipleOf": 991}, {"multipleOf": 0.001}]},
+        {
+            "prefixItems": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+            "$defs": {"a": {"multipleOf": 997}, "b": {"multipleOf": 991}},
+        },
         {"allOf": [{"type": "number"}, *({"multipleOf": 2**n} for n in range(10))]},
     ],
     ids=lambda schema: next(iter(schema)),

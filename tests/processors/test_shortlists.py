@@ -13,6 +13,7 @@ from transformers.generation import logits_process as reference
 
 import everystep as es
 from everystep.draws import Places, SeededDraws
+from everystep.processors.best import beyond_mass
 from everystep.processors.pipeline import apply
 from everystep.types import Prompt, Request, Rows, Scores, Sequence, TokenTable
 from tests.processors.making import applied
@@ -124,6 +125,20 @@ def test_the_owned_scores_of_rows_that_are_shortened_stay_as_they_are_needed() -
     owned = applied(rows_of((bias, *CHAINS[1])), scores.clone(), owned=True)
     assert torch.equal(owned, applied(rows_of((bias, *CHAINS[1])), scores))
     assert owned[:, 3].isfinite().all()
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 1.0])
+def test_of_equal_scores_lower_ids_go_first(top_p: float) -> None:
+    scores = np.random.default_rng(0).integers(-2, 3, (40, 9)).astype(np.float32)
+    removed = beyond_mass(scores, np.array([[top_p]]), np.array([[2]]))
+    for row, gone in zip(scores.tolist(), removed, strict=True):
+        best = sorted(range(9), key=lambda i: (row[i], i), reverse=True)
+        mass, kept = 0.0, set[int]()
+        for i in best:
+            if mass < top_p * sum(map(math.exp, row)) - 1e-4 or len(kept) < 2:
+                kept.add(i)
+            mass += math.exp(row[i])
+        assert {*np.flatnonzero(~gone).tolist()} == kept
 
 
 @pytest.mark.parametrize(

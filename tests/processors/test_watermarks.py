@@ -46,6 +46,13 @@ def test_green_ids_are_the_first_of_the_shuffle(seed: int, vocabulary: int, size
     ]
 
 
+def test_a_short_shuffle_may_swap_a_place_again_and_again() -> None:
+    for seed in range(300):
+        shuffled = torch.randperm(7, generator=torch.Generator().manual_seed(seed))
+        bits = np.unpackbits(green_bits(7, 4, seed_of(seed)))[:7]
+        assert np.flatnonzero(bits).tolist() == sorted(shuffled[:4].tolist())
+
+
 @pytest.mark.parametrize("scheme", ["lefthash", "selfhash"])
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("kind", FINITE_MAXIMUM)

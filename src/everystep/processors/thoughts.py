@@ -134,7 +134,8 @@ class ThoughtPlace:
         mark = budget.mark.encode()
         if mark in tail:
             return self._over(state.spent + 1)
-        return self._bounded(_State(_Phase.INSIDE, tail[-len(mark) :], state.spent + 1))
+        kept = tail[-max(len(mark), _LONGEST_CHARACTER) :]
+        return self._bounded(_State(_Phase.INSIDE, kept, state.spent + 1))
 
     def _before(self, tail: bytes, spent: int) -> _State:
         """Return the state of a text in which no thought has begun yet."""

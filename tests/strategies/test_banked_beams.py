@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import everystep as es
 from everystep.strategies.banks import SearchBank
+from everystep.strategies.diverse import DiverseBeam
 from everystep.testing.models import tiny_llama
+from everystep.types import Finished, FinishReason
 from everystep.types.stored import from_bytes, to_bytes
+from tests.strategies.making import batch_of
 
 IDS = torch.tensor([[5, 9, 23], [7, 8, 41]])
 CALLS: dict[str, dict[str, Any]] = {
@@ -38,6 +42,28 @@ def test_a_bank_closes_when_nothing_better_is_to_be_expected() -> None:
     assert bank.after(-3.0, 2) is bank, "there is a place left"
     assert bank.after(-0.5, 1) is bank
     assert bank.after(-1.0, 1).closed and bank.after(-torch.inf, 1).closed
+
+
+def test_of_equals_what_was_cut_short_comes_last() -> None:
+    strategy = DiverseBeam(width=2, groups=2)
+    group = batch_of(strategy, [[0.0, 0.0]]).groups[0]
+    group.state = (SearchBank((-1.0,), (4,)), SearchBank((-1.0, -3.0), (6, 9)))
+    cut, dropped = finished(-1.0, -1), finished(-0.5, 5)
+    held = [finished(score, serial) for score, serial in ((-1.0, 4), (-1.0, 6), (-3.0, 9))]
+    group.done = [cut, *held, dropped]
+    assert strategy.best(group) == [held[1], held[0], cut, held[2]]
+
+
+def finished(score: float, serial: int) -> Finished:
+    return Finished(np.array([5]), score, FinishReason("stop", 2), 0, 0, {}, serial)
+
+
+@pytest.mark.parametrize("name", ["diverse", "constrained"])
+def test_the_length_ends_a_search_whatever_else_ends(name: str) -> None:
+    model = tiny_llama()
+    ends = {"eos_token_id": list(range(0, 48, 2)), "max_new_tokens": 3, "length_penalty": 5.0}
+    out = model.generate(IDS, return_dict_in_generate=True, **{**CALLS[name], **ends})
+    assert max(map(len, out.new_tokens)) == 3
 
 
 def test_groups_choose_away_from_each_other() -> None:

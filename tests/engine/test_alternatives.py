@@ -99,6 +99,22 @@ def test_rows_are_counted() -> None:
         engine.submit(request("b", Sample(3), Prompt(ids(2, 4) % 30), drafter=drafter))
 
 
+@pytest.mark.parametrize("drafts", [HesitantExecutor, partial(HashExecutor, embed_dim=3)])
+def test_only_a_draft_that_went_further_is_counted(drafts: Any) -> None:
+    """Right at its second try, or hardly ever: of equals the first draft is taken."""
+    engine = Engine(HashExecutor(30), Lockstep())
+    going = Drive(engine)
+    drafter = DraftModel(partial(drafts, 30), 3, alternatives=2)
+    for name in "abc":
+        one = request(name, Greedy(), Prompt(ids(ord(name), 7) % 30), drafter=drafter)
+        going.submit(replace(one, stops=(MaxLength(40),), max_length=40))
+    going.finish()
+    counts, tokens = engine.counts, 3 * 33
+    # Each of these brought at least one token more, and the others brought one alone.
+    assert counts.alternatives <= counts.long_children <= counts.accepted < tokens
+    assert counts.alternatives > 5
+
+
 @pytest.mark.parametrize("family", ["mistral", "mamba"])
 def test_rows_that_forget_may_have_several_drafts(family: str) -> None:
     made = family_model(

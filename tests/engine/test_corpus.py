@@ -52,6 +52,14 @@ def test_drafts_end_with_texts_and_at_ends() -> None:
     assert both.draft(np.array([8, 8, 3, 1, 2, 3, 4]), 1).tolist() == [9]
 
 
+def test_a_longer_end_in_the_corpus_goes_before_the_prompt() -> None:
+    lookup = CorpusLookup(es.Corpus([[7, 1, 2, 3]]), prompt=PromptLookup(2, max_ngram=2))
+    for before, found in (([5], [8, 5]), ([7], [3])):
+        # The prompt goes on with 8 after the last two ids, the corpus with 3.
+        ids = np.array([1, 2, 8, *before, 1, 2])
+        assert lookup.draft(ids, 2).tolist() == found
+
+
 def test_further_drafts_begin_with_what_was_seen_less_often() -> None:
     corpus = es.Corpus([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7], [1, 2, 8], [1, 2]])
     lookup = CorpusLookup(corpus, alternatives=3)

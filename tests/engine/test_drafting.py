@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from everystep.engine import DraftModel, Engine, Lockstep
+from everystep.engine.watching import StepRecord
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.strategies import Greedy, Sample
 from everystep.types import Prompt, Request, Rows
@@ -70,3 +71,24 @@ def test_tokens_before_an_error_are_there_whoever_drafts(last: int) -> None:
         found.append((done.tokens.tolist(), done.reason.kind))
     assert found[0] == found[1] and len(found[0][0]) == last - 17
     assert found[0][1] == "error"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_draft_ends_where_its_model_is_not_sure(count: int) -> None:
+    """Of one sequence alone, as of several."""
+    model = family_model("mistral", **FAMILIES["mistral"])
+    longest = []
+    for threshold in (0.0, 1.0):
+        lengths = list[int]()
+
+        def note(step: StepRecord, lengths: list[int] = lengths) -> None:
+            lengths.extend(map(len, step.scored.layout.drafts))
+
+        drafter = DraftModel(partial(TorchExecutor, model), 4, threshold=threshold)
+        engine = Engine(TorchExecutor(model), Lockstep(), (note,))
+        for name in "ab"[:count]:
+            engine.submit(request(name, Greedy(), Prompt(ids(1, 17)), drafter=drafter))
+        while engine.pending:
+            engine.step()
+        longest.append(max(lengths))
+    assert longest == [4, 1]  # the guess that it is not sure of is the last

@@ -22,7 +22,17 @@ from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Beam, Contrastive, DiverseBeam, Greedy, Sample
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor
-from everystep.types import AfterStep, BeforeStep, InputSpec, Next, Prompt, PromptMoment, Request
+from everystep.types import (
+    AfterStep,
+    BeforeStep,
+    InputSpec,
+    Next,
+    Prompt,
+    PromptMoment,
+    Request,
+    StepOutput,
+    Work,
+)
 from everystep.types.hooks import Hook
 from tests.engine.mutants import HOOK_MUTANTS
 from tests.engine.test_interrupts import Interrupt, Tripwire
@@ -317,6 +327,37 @@ def test_inputs_that_the_model_declares_are_given_by_name() -> None:
     bare = replace(prompt, inputs={})
     assert whole == run(request("beams", hook, prompt=bare), engine(inputs=inputs))
     assert whole != run(request("beams", prompt=bare), engine(inputs=inputs))
+
+
+class Noting(HashExecutor):
+    """Notes, of every feed, the stretches for which it is given a box, and how many positions."""
+
+    def __init__(self, inputs: tuple[InputSpec, ...]) -> None:
+        super().__init__(VOCABULARY, inputs=inputs)
+        self.fed: list[tuple[list[tuple[int, int]], int]] = []
+
+    def run(self, work: Work) -> StepOutput:
+        for feed, extra in work.extras.items():
+            given = [(first, len(values)) for name, first, values in extra.inputs if name == "box"]
+            self.fed.append((given, int(work.counts[feed])))
+        return super().run(work)
+
+
+def test_what_is_given_position_by_position_is_fed_as_one() -> None:
+    def before(step: BeforeStep) -> Mapping[str, Tensor]:
+        return {"box": torch.full((step.count, 2), float(step.start))}
+
+    inputs = (InputSpec("box", "token", (2,), torch.float32),)
+    executor = Noting(inputs)
+    at = Engine(executor, Continuous(256, max_rows=64))
+    going = Drive(at)
+    going.submit(request("greedy", Says(before=before, gives=("box",)), stops=(MaxLength(22),)))
+    for _ in range(8):
+        going.step()
+    at.preempt(going.groups["greedy"])  # so that all is fed again
+    going.finish()
+    assert all(given == [(0, count)] for given, count in executor.fed)
+    assert sum(count > 1 for _, count in executor.fed) == 2
 
 
 # --- mutants --------------------------------------------------------------------------------------

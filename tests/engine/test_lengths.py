@@ -5,18 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from everystep.draws import SeededDraws
 from everystep.engine import Continuous, DraftModel, Engine, Lockstep, PromptLookup
-from everystep.engine.lengths import Costs, DraftRecord, Lengths, best_lengths, chances_of
+from everystep.engine.lengths import (
+    Costs,
+    DraftRecord,
+    Lengths,
+    best_lengths,
+    chances_of,
+    note_drafts,
+    record_of,
+)
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Greedy, Sample
 from everystep.testing.hash_model import HashExecutor
-from everystep.types import Prompt, Request, StepOutput, Work
+from everystep.types import Prompt, Request, Sequence, StepOutput, Work
 from everystep.types.request import Drafter
 from tests.engine.test_interrupts import Interrupt, Tripwire
 from tests.judges.dice import EMBED_DIM
@@ -153,6 +162,38 @@ def test_who_has_no_draft_yet_is_taken_to_do_as_the_others_do() -> None:
         bad.note(4, 0)
     ([known], _, [other, second]) = chances_of([good, bad, fresh], [1, 1, 2])
     assert known > 0.9 > other > bad.guesses.chance and second == 0.25
+
+
+def sequences(count: int, drafter: Drafter) -> list[Sequence]:
+    return [Sequence(request(number, drafter), number, len(IDS) + 1) for number in range(count)]
+
+
+def test_what_other_drafters_cost_says_nothing_of_a_new_one() -> None:
+    known, fresh = PromptLookup(4, schedule="costs"), PromptLookup(3, schedule="costs")
+    lengths = Lengths()
+    for fed in range(1, 10):
+        lengths.costs.note_step(fed, fed, 0.0, 1.0, 0.0)
+    lengths.costs.note_round(known, 1, 1, 0.0)
+    for drafter, tried in ((known, [[4], [4]]), (fresh, [[2], [0]])):
+        found = lengths.limits(drafter, sequences(2, drafter), [9, 9], [1, 1], 2)
+        assert [[min(one, 4) for one in own] for own in found] == tried
+
+
+@pytest.mark.parametrize(
+    ("parent", "accepted", "right"), [(0, 3, None), (1, 2, 0), (2, 1, 1), (0, 0, None)]
+)
+def test_the_first_of_several_drafts_remembers_which_was_right(
+    parent: int, accepted: int, right: int | None
+) -> None:
+    drafter = PromptLookup(4, alternatives=2)
+    own = sequences(3, drafter)
+    drafts = [np.arange(4), np.arange(2), np.arange(2)]
+    layout = cast(Any, SimpleNamespace(origin=[0, 0, 0], sequences=own, drafts=drafts))
+    note_drafts(layout, [parent], [accepted])
+    wanted = DraftRecord(drafter.tokens)
+    wanted.note(4, accepted if parent == 0 else 0)
+    wanted.note_others(2, right)
+    assert record_of(own[parent], drafter) == wanted
 
 
 def test_a_round_costs_what_so_many_sequences_take() -> None:

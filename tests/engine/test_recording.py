@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+import everystep as es
 from everystep.engine.recording import Summary, best_of
+from everystep.records import read_record
+from everystep.testing.models import tiny_llama
 
 
 def scores(size: int, seed: int, ruled_out: float) -> np.ndarray:
@@ -42,3 +47,22 @@ def test_summaries_and_the_best_are_those_of_torch(size: int, ruled_out: float) 
 def test_rows_without_a_number() -> None:
     assert Summary.of(np.full(9, -np.inf, np.float32)).possible == 0
     assert np.isnan(Summary.of(np.array([np.nan, 1.0], np.float32)).entropy)
+
+
+def test_a_record_says_where_its_prompt_begins_and_which_drafts_were_right(tmp_path: Path) -> None:
+    model, prompt = tiny_llama(seed=3), [5, 6, 7, 5, 6, 7, 5]
+    given = {"max_new_tokens": 24, "eos_token_id": None, "return_dict_in_generate": True}
+    drafting = {"prompt_lookup_num_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+    file = tmp_path / "a.jsonl"
+    out = es.generate(model, None, prompt, record=file, **given, **drafting)
+    run = read_record(file).runs["0"]
+    assert (run.about["prompt"], run.about["left_out"]) == (prompt, 0)
+    assert run.about["first_position"] == 0
+    said, place, rights = [*map(int, out.tokens)], 0, []
+    for step in run.steps:
+        for draft in step.drafts:
+            agreed = [a == b for a, b in zip(draft.ids, said[place:], strict=False)]
+            assert draft.right == [*agreed, False].index(False)
+            rights.append(draft.right)
+        place += max((len(child.ids) for child in step.children), default=0)
+    assert place == len(said) and 0 in rights and max(rights) > 0

@@ -7,8 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from everystep.draws import SeededDraws
 from everystep.engine import Beginning, Continuous, Engine, Turns, audit
-from everystep.types import Group, Request
+from everystep.stops.ends import MaxLength
+from everystep.strategies import Contrastive
+from everystep.testing.hash_model import HashExecutor
+from everystep.types import Group, Prompt, Request
 from tests.judges.drive import hash_executor, result
 from tests.judges.mixes import Mix, random_mix
 
@@ -101,6 +105,29 @@ def test_only_what_follows_is_fed_again() -> None:
     engine.replace(group, group.request, Beginning(np.append(own, [1, 2, 3])))
     engine.step()
     assert engine.counts.fed - fed == 4  # the last token of its own had not been fed either
+
+
+@pytest.mark.parametrize("pad", [0, 3])
+def test_what_was_known_of_hidden_states_is_kept_too(pad: int) -> None:
+    """Visible ids and positions are counted apart where a prompt has pads."""
+    prompt = Prompt(ids=np.arange(9) % 5 + 1)
+    request = Request(
+        "r", prompt, Contrastive(3, 0.6), SeededDraws(1), stops=(MaxLength(9 + pad + 12),),
+        pad_prefix=pad, max_length=9 + pad + 12, linger=True, keeps=True,
+    )  # fmt: skip
+    engine, anew = (Engine(HashExecutor(23), Continuous(64, max_rows=64)) for _ in range(2))
+    group = engine.submit(request)
+    while len(_generated(engine, group)) < 9:
+        engine.step()
+    own = _generated(engine, group)
+    tokens = np.append(own[:6], [1, 2])
+    other = anew.submit(replace(request, request_id="other"))
+    anew.replace(other, other.request, Beginning(tokens))
+    fed = engine.counts.fed
+    engine.replace(group, request, Beginning(tokens))
+    engine.step()
+    assert engine.counts.fed - fed <= len(tokens) - 6 + 1
+    assert finished(engine, group) == finished(anew, other)
 
 
 def _plain(request: Request) -> bool:

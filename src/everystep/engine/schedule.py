@@ -238,8 +238,8 @@ class Turns:
 
     def plan(self, preempt: Preempt, join: Join | None = None) -> list[Grant]:
         whose = [one for one in self.groups if one is self.turn and not one.finished]
-        most = [one.pending if _is_whole(one) else 0 for one in whose]
-        return [Grant(one, max(self.token_budget, m)) for one, m in zip(whose, most, strict=True)]
+        least = self.token_budget
+        return [Grant(one, max(least, one.pending) if _is_whole(one) else least) for one in whose]
 
 
 def _usable(group: Group, left: int, *, first: bool) -> int:

@@ -61,3 +61,33 @@ def test_positions_that_jump_are_one_sequence() -> None:
         with torch.no_grad():
             logits = model(input_ids=found[:, :stop], **given).logits[0, -1]
         assert int(logits.argmax()) == int(found[0, stop])
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_mask_of_pairs_hides_from_each_position_what_it_says(beams: int) -> None:
+    """Generated positions see what the last one of the prompt sees."""
+    model, length = model_of("llama"), 4
+    shown = torch.ones(2, 1, length, length, dtype=torch.bool).tril()
+    shown[0, 0, 2:, 1] = shown[1, 0, 3, 0] = False
+    asked = {"max_new_tokens": COUNT, "do_sample": False, "eos_token_id": None, "num_beams": beams}
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    wrapped = es.wrap(model)
+    found = wrapped.generate(ids, attention_mask=shown, **asked)
+    assert not torch.equal(found, wrapped.generate(ids, **asked))
+    for row in range(2):
+        alone = wrapped.generate(ids[row : row + 1], attention_mask=shown[row : row + 1], **asked)
+        assert torch.equal(alone, found[row : row + 1])
+    if beams > 1:
+        return
+    for row in range(2):
+        for stop in range(length, length + COUNT):
+            whole = torch.ones(stop, stop, dtype=torch.bool).tril()
+            for at in range(stop):
+                whole[at, :length] &= shown[row, 0, min(at, length - 1)]
+                whole[at, at] = True
+            added = torch.zeros(1, 1, stop, stop, dtype=model.dtype)
+            added.masked_fill_(~whole, torch.finfo(model.dtype).min)
+            with torch.no_grad():
+                given = {"attention_mask": added, "position_ids": torch.arange(stop)[None]}
+                logits = model(input_ids=found[row : row + 1, :stop], **given).logits[0, -1]
+            assert int(logits.argmax()) == int(found[row, stop])

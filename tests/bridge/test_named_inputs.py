@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ import transformers
 from torch import Tensor
 
 import everystep as es
+from everystep.bridge.named_inputs import placed
 from everystep.drivers.rectangle import read_call
 from everystep.engine import Continuous, Engine
 from everystep.engine.prefixes import Reuse
-from everystep.errors import RequestError
+from everystep.errors import RequestError, UnsupportedError
 from everystep.requests.door import sort
 from everystep.requests.prepare import prepare
+from everystep.types import Prompt
 from tests.bridge.pictures import IMAGE, PAD, PATCH, START, TEXT, configured
 from tests.judges.drive import Drive
 
@@ -197,6 +200,42 @@ class TestImages:
         model.model.rope_deltas = before = torch.tensor([[5]])
         es.wrap(model).generate(**batch(), max_new_tokens=2)
         assert model.model.rope_deltas is before
+
+
+class Placing(torch.nn.Module):
+    """Finds positions on two axes, and how far what is generated stands from the length."""
+
+    def __init__(self, found: list[list[int]], shift: int) -> None:
+        super().__init__()
+        self.found, self.shift = torch.tensor(found), shift
+
+    def get_rope_index(self, input_ids: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
+        assert input_ids.shape[1] == self.found.shape[1] and grid.shape == (1, 3)
+        return self.found[:, None], torch.tensor([[self.shift]])
+
+
+def place(shift: int) -> Tensor:
+    """(2, n) positions of four ids, of which the greatest is 5."""
+    module = Placing([[0, 1, 1, 4], [0, 1, 2, 5]], shift)
+    foreign: Any = SimpleNamespace(base=module, device=torch.device("cpu"))
+    prompt = Prompt(ids=np.arange(4) + 5, whole={"grid": torch.ones(1, 3)})
+    found = placed(foreign, prompt).positions
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("shift", "first"), [(2, None), (3, 7), (9, 13)])
+def test_the_next_position_is_told_where_it_is_not_the_one_after(
+    shift: int, first: int | None
+) -> None:
+    wanted = [[0, 1, 1, 4], [0, 1, 2, 5]]
+    assert place(shift).tolist() == [row + [first] * (first is not None) for row in wanted]
+
+
+@pytest.mark.parametrize("shift", [1, 0, -3])
+def test_generated_tokens_cannot_stand_before_the_end_of_the_prompt(shift: int) -> None:
+    with pytest.raises(UnsupportedError, match=f"wanted 6 or more; got {4 + shift}"):
+        place(shift)
 
 
 class TestImagesWithoutGrids:

@@ -11,7 +11,8 @@ import transformers
 from torch import Tensor
 
 import everystep as es
-from everystep.errors import ForeignModelError, ModelClassError, RequestError
+from everystep.bridge.own_inputs import Carried, require_new
+from everystep.errors import ForeignModelError, ModelClassError, RequestError, UnsupportedError
 from tests.bridge.families import END, PAD, VOCABULARY, randomise
 from tests.models.pictures import IMAGE, reference_of
 
@@ -111,6 +112,34 @@ def test_beams_carry_what_is_theirs() -> None:
 def test_what_would_call_it_in_another_order_is_an_error(option: dict[str, Any]) -> None:
     with pytest.raises(es.EverystepError, match=r"fed again|truncate"):
         es.wrap(made(Counting)).generate(IDS[1:2], max_new_tokens=5, **option)
+
+
+def carried(ids: list[int], chosen: int) -> Carried:
+    found = Carried()
+    found.ids, found.chosen = torch.tensor([ids]), chosen
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ids", "chosen", "again"),
+    [
+        ([5, 6, 7, 8], 1, True),  # the prompt, and what was chosen after it
+        ([5, 6, 7, 8, 9], 1, False),  # a longer prompt that begins with the other one
+        ([5, 6, 7, 8, 9], 2, True),
+        ([5, 6, 7], 1, False),
+        ([5, 6, 7], 3, False),
+        ([5, 6, 9, 8], 2, False),
+        ([5, 6], 2, False),
+    ],
+)
+def test_who_was_fed_before_is_known_by_its_ids(ids: list[int], chosen: int, again: bool) -> None:
+    row, freed = carried(ids, 0), [carried([1], 4), carried([5, 6, 7], chosen)]
+    if again:
+        with pytest.raises(UnsupportedError, match=f"{len(ids)} positions that are fed again"):
+            require_new(row, freed)
+    else:
+        require_new(row, freed)
+    require_new(row, [])
 
 
 BOX = 150_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,14 @@ import transformers
 from torch import nn
 
 import everystep as es
+from everystep.draws import SeededDraws
+from everystep.engine import Continuous, Engine
+from everystep.stops.ends import MaxLength
+from everystep.strategies import Greedy
 from everystep.testing.models import tiny_llama
+from everystep.types import Prompt, Request
 from tests.bridge.families import END, FAMILIES, model_of
+from tests.judges.drive import Drive
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 
@@ -54,6 +61,55 @@ def test_the_module_is_left_as_it_was(name: str) -> None:
     assert all(weight.requires_grad and weight.grad is None for weight in model.parameters())
     given = {"labels": IDS} | ({} if name != "bart" else {"decoder_input_ids": IDS})
     model(input_ids=IDS, **given).loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*beyond what the model was made for")
+def test_tables_that_grow_with_a_call_are_put_back() -> None:
+    """One of several tensors of a module is another one then."""
+    config = copy.deepcopy(model_of("llama").config)
+    config.max_position_embeddings = 6
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
+    model = transformers.LlamaForCausalLM(config).double().eval()
+    before = state(model)
+    asked = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+    first = es.wrap(model).generate(IDS, **asked)
+    assert same(before, state(model))
+    model.generate(IDS, **asked)
+    assert not same(before, state(model)), "the model itself leaves longer tables"
+    assert torch.equal(es.wrap(model).generate(IDS, **asked), first)
+
+
+def test_modules_that_came_later_are_at_rest_too() -> None:
+    """For an engine that goes on, with each prompt anew."""
+    model = copy.deepcopy(model_of("llama")).train()
+    engine = Engine(es.wrap(model).executor(), Continuous(64, max_rows=8))
+
+    def tokens() -> list[int]:
+        stops = (MaxLength(12),)
+        asked = Request("r", Prompt(IDS[0].numpy()), Greedy(), SeededDraws(0), stops=stops)
+        going = Drive(engine)
+        going.submit(replace(asked, max_length=12))
+        found: list[int] = going.finish().groups["r"].done[0].tokens.tolist()
+        return found
+
+    first = tokens()
+    layer = model.model.layers[0]
+    layer.mlp = nn.Sequential(layer.mlp, nn.Dropout(0.9))
+    assert tokens() == first
+    assert layer.mlp.training and layer.mlp[1].training
+
+
+def test_a_forward_that_chooses_nothing_gives_the_logits_of_one_position() -> None:
+    model, asked = model_of("llama"), {"max_new_tokens": 3, "eos_token_id": None}
+    wrapped, kept = es.wrap(model), list[int]()
+    handle = model.register_forward_pre_hook(
+        lambda _, args, given: kept.append(given["logits_to_keep"]), with_kwargs=True
+    )
+    try:
+        wrapped.generate(torch.arange(5, 15)[None], prefill_chunk_size=4, **asked)
+        assert kept == [1] * 5  # three for the prompt
+    finally:
+        handle.remove()
 
 
 def test_an_error_and_an_interrupt_leave_it_as_it_was() -> None:

@@ -1,11 +1,12 @@
 """Changes one token of a package and looks whether its tests notice.
 
-    scripts/mutants [--seed N] [--count K] [PACKAGE ...]
+    scripts/mutants [--seed N] [--count K] [--only 3,17] [--tests PATH] [PACKAGE ...]
 
 draws K changes by the seed, all over the packages, makes each in a copy of the sources, and runs
-the tests of its package (tests/PACKAGE) until one fails. What no test notices is printed as it
-stands then. Run the laws and the faces on such a one by hand, and add a test, or say in the note of
-the change why it changes nothing.
+the tests of its package (tests/PACKAGE) until one fails. What no test notices is printed with its
+number, as it stands then. Add a test, and show with --only NUMBER --tests PATH, beside the same
+seed, count, packages and sources, that it notices; or say in the note of the change why it changes
+nothing.
 """
 
 from __future__ import annotations
@@ -124,24 +125,33 @@ def notices(mutant: Mutant, copy: Path, tests: list[str]) -> bool:
     return done.returncode != 0
 
 
+def _numbers(text: str) -> frozenset[int]:
+    """Return the numbers that stand in a text, divided by commas."""
+    return frozenset(map(int, text.split(",")))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Draw changes, print what no test notices, and how many were noticed."""
     parser = argparse.ArgumentParser(description="Do the tests of a package notice changes of it?")
     parser.add_argument("packages", nargs="*", default=list(PACKAGES))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--only", type=_numbers, help="the numbers of those to run: 3,17")
     parser.add_argument("--tests", action="append", help="instead of those of the package")
     given = parser.parse_args(arguments)
-    found, noticed = drawn(given.packages, given.count, given.seed), 0
+    every, noticed = [*enumerate(drawn(given.packages, given.count, given.seed))], 0
+    found = [(n, one) for n, one in every if given.only is None or n in given.only]
+    if given.only is not None and len(found) < len(given.only):
+        parser.error(f"--only takes numbers from 0 to {len(every) - 1}")
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         shutil.copytree(ROOT / "src", copy / "src")
-        for one in found:
+        for number, one in found:
             package = one.path.parts[2]
             if notices(one, copy, given.tests or [f"tests/{package}"]):
                 noticed += 1
             else:
-                print(one, flush=True)
+                print(f"{number} {one}", flush=True)
     print(f"{noticed} of {len(found)} were noticed")
     return int(noticed < len(found))
 

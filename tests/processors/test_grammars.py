@@ -395,6 +395,13 @@ BOUNDED = ("repeated", "wide", "ambiguous", "counted")
 """Those that are followed, as long as each step stays within its limits."""
 
 
+@pytest.mark.parametrize("kind", ["regex", "grammar"])
+def test_a_text_may_be_as_long_as_is_said(kind: Kind) -> None:
+    assert read_source(kind, "a" * LONGEST[kind]).text == "a" * LONGEST[kind]
+    with pytest.raises(RequestError, match=f"at most {LONGEST[kind]} characters"):
+        read_source(kind, "a" * (LONGEST[kind] + 1))
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_ends_in_an_error_or_works(name: str) -> None:
     own = tiny_tokenizer()

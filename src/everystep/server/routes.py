@@ -70,7 +70,7 @@ _OTHERS: Mapping[str, str] = {
     "guided_grammar": "has another name here: grammar",
     "structured_outputs": "has other names here: schema, regex, choices, grammar",
 }
-_REFUSED = {**{name: f"{why}" for name, why in NOT_ON_THE_WIRE.items()}, **_OTHERS}
+_REFUSED = {**NOT_ON_THE_WIRE, **_OTHERS}
 
 _MODEL = WireField("model", text(512, 1), "The model, or the adapter, that answers.", "the first")
 _LONGEST = integer(1, 1 << 24)
@@ -148,6 +148,12 @@ CHAT = RouteTable(
                 "max_new_tokens",
             ),
             WireField(
+                "continue_final_message",
+                FLAG,
+                "Whether the answer goes on with the text of the last message.",
+                "false",
+            ),
+            WireField(
                 "response_format",
                 MAPPING,
                 "`text`, `json_object`, or `json_schema` with a schema that the answer follows.",
@@ -161,6 +167,90 @@ CHAT = RouteTable(
     _REFUSED,
 )
 
+_ONE_MESSAGE = "asks for several answers, and here is one"
+_NO_LOGPROBS = "has no place in an answer of this wire"
+_MESSAGES_REFUSED = {
+    **_REFUSED,
+    **dict.fromkeys(("num_return_sequences", "n_best"), _ONE_MESSAGE),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), _NO_LOGPROBS),
+    "parallel_tool_calls": "has another name here: tool_choice",
+    **dict.fromkeys(("enable_thinking", "thinking_budget"), "has another name here: thinking"),
+    **dict.fromkeys(("max_new_tokens", "max_length"), "has another name here: max_tokens"),
+    "add_generation_prompt": "follows from the last message here",
+    "stop_strings": "has another name here: stop_sequences",
+    "mcp_servers": "asks for servers, and nothing is fetched",
+    "container": "asks for a machine, and there is none",
+    "context_management": "changes what was sent, and nothing here does",
+}
+_MESSAGES_IGNORED = {
+    "metadata": "who asks at the client's",
+    "service_tier": "there is one",
+    "cache_control": "what the cache holds is found by its ids",
+    "inference_geo": "there is one place",
+    "speed": "there is one",
+    "user_profile_id": "who asks at the client's",
+    "betas": "they are asked for field by field",
+}
+_CONVERSATION = (
+    _MODEL,
+    WireField(
+        "messages", listed(MAPPING, 4096, 1), "The conversation, in blocks or texts.", required=True
+    ),
+    WireField("system", either(TEXT, listed(MAPPING, 4096, 1)), "What instructs the model."),
+    WireField(
+        "tools",
+        listed(MAPPING, 128, 1),
+        "Functions that the model may call, each with `name`, `description`, `input_schema`.",
+    ),
+    WireField(
+        "tool_choice",
+        MAPPING,
+        "`auto`, `any`, `none`, or `tool` with a name, and `disable_parallel_tool_use`.",
+        "auto",
+    ),
+    WireField(
+        "thinking",
+        MAPPING,
+        "`enabled` with `budget_tokens`, `disabled`, or `adaptive`: as the model does.",
+        "adaptive",
+    ),
+    WireField("output_config", MAPPING, "`format`: a `json_schema` that the answer follows."),
+)
+
+MESSAGES = RouteTable(
+    "/v1/messages",
+    "Answer a conversation on Anthropic's wire.",
+    _table(
+        _CONVERSATION,
+        (
+            WireField(
+                "max_tokens",
+                _LONGEST,
+                "Tokens of an answer at most; the context may end it before.",
+                keyword="max_new_tokens",
+                required=True,
+            ),
+            WireField(
+                "stop_sequences",
+                listed(text(256, 1), 16),
+                "Texts that end an answer, up to 16.",
+                keyword="stop_strings",
+            ),
+            WireField("stream", FLAG, "Whether the answer comes as events.", "false"),
+        ),
+        (one for one in GENERATE if one.name not in _MESSAGES_REFUSED),
+    ),
+    _MESSAGES_IGNORED,
+    _MESSAGES_REFUSED,
+)
+
+COUNT_TOKENS = RouteTable(
+    "/v1/messages/count_tokens",
+    "Return how many tokens the prompt of a conversation has, on Anthropic's wire.",
+    _table(_CONVERSATION),
+    _MESSAGES_IGNORED,
+)
+
 TOKENIZE = RouteTable(
     "/tokenize",
     "Return the ids of a text or of messages.",
@@ -171,6 +261,9 @@ TOKENIZE = RouteTable(
             WireField("messages", listed(MAPPING, 4096, 1), "A conversation, in place of a text."),
             WireField("add_special_tokens", FLAG, "Whether a text begins as prompts do.", "true"),
             WireField("add_generation_prompt", FLAG, "Whether the answer is begun.", "true"),
+            WireField(
+                "continue_final_message", FLAG, "Whether the last message stays open.", "false"
+            ),
             WireField("return_token_strs", FLAG, "Whether each token's text is told.", "false"),
         )
     ),
@@ -201,7 +294,7 @@ SCORE = RouteTable(
     ),
 )
 
-ROUTES = (COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE, SCORE)
+ROUTES = (COMPLETIONS, CHAT, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE, SCORE)
 """Every route that takes a body."""
 
 READ_ONLY: Mapping[str, str] = {

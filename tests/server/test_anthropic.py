@@ -103,12 +103,14 @@ def test_what_ends_a_message(client: anthropic.Anthropic) -> None:
 
 def test_the_context_may_end_a_message(client: anthropic.Anthropic) -> None:
     """The client asks for thousands of tokens by habit, which models of few positions lack."""
-    asked: Any = {"model": "tiny", "max_tokens": 8000, "messages": HELLO}
-    never = {"logit_bias": {str(id): -100 for id in tiny_ends()}}
-    long = client.messages.create(**asked, extra_body={**never, "temperature": 0})
-    assert long.stop_reason == "model_context_window_exceeded"
-    size = long.usage.input_tokens + (long.usage.cache_read_input_tokens or 0)
-    assert size + long.usage.output_tokens == 4096
+    long: Any = [{"role": "user", "content": "q " * 2000}]
+    asked: Any = {"model": "tiny", "max_tokens": 8000, "messages": long}
+    never = {"logit_bias": {str(id): -100 for id in tiny_ends()}, "temperature": 0}
+    room = 4096 - client.messages.count_tokens(model="tiny", messages=long).input_tokens
+    assert 0 < room < 200
+    answer = client.messages.create(**asked, extra_body=never)
+    assert answer.stop_reason == "model_context_window_exceeded"
+    assert answer.usage.output_tokens == room
 
 
 def tiny_ends() -> list[int]:

@@ -12,11 +12,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from everystep.dialogue import (
     CallArguments,
     CallBegin,
     Content,
     DialogueEvent,
+    Finish,
+    Markup,
     Parser,
     Thought,
 )
@@ -179,6 +183,10 @@ class Streamed(Protocol):
         """Yield what stands after all tokens."""
         raise NotImplementedError
 
+    def failing(self, text: str) -> Iterator[dict[str, Json]]:
+        """Yield what stands before the error that ends a stream."""
+        raise NotImplementedError
+
 
 class WholeAnswer:
     """The answer of a request in one piece, as `Over` after `Over` comes in."""
@@ -312,9 +320,12 @@ def delta_of(event: DialogueEvent) -> dict[str, Json] | None:
 def untold(one: Ended, index: int, told: int) -> list[RowNews]:
     """Return the rows of a sequence after those that were told; the last one ends it, so that a
     text can lose what ended it."""
-    tokens = one.tokens[told:] or [-1]
-    rows = [RowNews(0, index, token) for token in tokens[:-1]]
-    return [*rows, RowNews(0, index, tokens[-1], kind=one.kind, matched=one.matched)]
+    known = [] if one.known is None else rows_of(one.known)[told:]
+    rows = [RowNews(0, index, token) for token in one.tokens[told:]] or [RowNews(0, index, -1)]
+    for place, (_, value, best) in enumerate(known[: len(rows)]):
+        rows[place] = msgspec.structs.replace(rows[place], logprob=value, top=best)
+    rows[-1] = msgspec.structs.replace(rows[-1], kind=one.kind, matched=one.matched)
+    return rows
 
 
 class StreamedAnswer:
@@ -388,6 +399,10 @@ class StreamedAnswer:
             kind = "chat.completion.chunk" if self._wanted.in_chat else "text_completion"
             yield {**self._head.of(kind, []), "usage": self.usage.shown()}
 
+    def failing(self, text: str) -> Iterator[dict[str, Json]]:
+        """Yield nothing: the error says it."""
+        return iter(())
+
     def _known(self, place: int, row: RowNews) -> Json:
         if self._wanted.logprobs is None or row.logprob is None:
             return None
@@ -451,6 +466,8 @@ class AnswerReader:
         self._wording = Wording(wanted.to.front.tokenizer)
         self._parser: Parser | None = None
         self._thinks = False
+        self._blank: str | None = ""  # held back; None within a text, whose blanks are its own
+        self._begun = False
         self.usage = Usage(prompt=len(wanted.prompts[0][0]))
         self.thought = 0
         self.kind: str | None = None
@@ -477,15 +494,31 @@ class AnswerReader:
             events = list(self._parser.feed(text))
             events += self._parser.close() if row.kind is not None else ()
         self._count(row, events)
-        return events
+        found = [one for event in events for one in self._solid(event)]
+        if row.kind is not None and self._blank and not self._begun:
+            found.append(Content(self._blank, self._blank))  # an answer of nothing else
+        return found
 
-    def finish(self, message: Over) -> list[DialogueEvent]:
-        """Return the parts that are left, since the results are there."""
+    def _solid(self, event: DialogueEvent) -> Iterator[DialogueEvent]:
+        """Yield a part, blanks alone left out beside others: nobody may send such a text back."""
+        if not isinstance(event, Content):
+            if not isinstance(event, Markup | Finish):
+                self._begun, self._blank = True, ""
+            yield event
+        elif self._blank is None:
+            yield event
+        elif (text := self._blank + event.text).strip():
+            self._begun, self._blank = True, None
+            yield Content(text, text)
+        else:
+            self._blank = text
+
+    def finish(self, message: Over) -> list[tuple[RowNews, list[DialogueEvent]]]:
+        """Return the rows that are left, since the results are there, each with its parts."""
         one = message.results[0]
         rows = [] if self.kind is not None else untold(one, 0, self.usage.completion)
-        events = [event for row in rows for event in self.read(row)]
         self.usage.prompt, self.usage.cached = one.prompt_tokens, one.cached_tokens
-        return events
+        return [(row, self.read(row)) for row in rows]
 
     def _count(self, row: RowNews, events: Sequence[DialogueEvent]) -> None:
         thinks = any(isinstance(one, Thought) for one in events)

@@ -97,9 +97,11 @@ def _as_chat(given: Mapping[str, Json], front: FrontModel) -> dict[str, Json]:
                 do="Send the results of its calls after it",
             )
         asked["continue_final_message"] = True
-    if (tools := given.get("tools")) is not None:
+    choice = _choice(given.get("tool_choice"))
+    if tools := given.get("tools"):
         asked["tools"] = [_tool(one, f"tools[{place}]") for place, one in enumerate(tools)]
-    asked |= _choice(given.get("tool_choice"))
+    if tools or choice.get("tool_choice") not in (None, "auto", "none"):
+        asked |= choice
     asked |= _thinking(given.get("thinking"), front)
     return asked
 
@@ -306,15 +308,11 @@ def _format(given: Json, body: Mapping[str, Json]) -> dict[str, Json]:
 
 
 class BlockWriter:
-    """Writes the parts of an answer as events of blocks, which are opened and closed in turn.
-
-    Blanks alone are no block of text beside others, since no text of such a kind may be sent back.
-    """
+    """Writes the parts of an answer as events of blocks, which are opened and closed in turn."""
 
     def __init__(self) -> None:
         self._place = -1
         self._open: str | None = None
-        self._blank = ""
         self._thought = ""
         self.called = False
 
@@ -322,20 +320,15 @@ class BlockWriter:
         """Yield the events that a part adds."""
         match event:
             case Content():
-                text = self._blank + event.text
-                if self._open != "text" and not text.strip():
-                    self._blank = text
-                    return
-                self._blank = ""
                 yield from self._into("text", {"text": ""})
-                yield self._delta({"type": "text_delta", "text": text})
+                yield self._delta({"type": "text_delta", "text": event.text})
             case Thought():
                 yield from self._into("thinking", {"thinking": "", "signature": ""})
                 self._thought += event.text
                 yield self._delta({"type": "thinking_delta", "thinking": event.text})
             case CallBegin():
                 yield from self.close()
-                self._blank, self.called = "", True
+                self.called = True
                 begun = {"id": event.id, "name": event.name, "input": {}}
                 yield from self._into("tool_use", begun)
             case CallArguments():
@@ -355,13 +348,6 @@ class BlockWriter:
             self._thought = ""
         self._open = None
         yield {"type": "content_block_stop", "index": self._place}
-
-    def finish(self) -> Iterator[dict[str, Json]]:
-        """Yield the end of the last block, or an answer that is nothing but blanks."""
-        if self._place < 0 and self._blank:
-            yield from self._into("text", {"text": ""})
-            yield self._delta({"type": "text_delta", "text": self._blank})
-        yield from self.close()
 
     def _into(self, kind: str, empty: Mapping[str, Json]) -> Iterator[dict[str, Json]]:
         if self._open == kind:
@@ -399,15 +385,20 @@ class StreamedMessage:
 
     def end(self, number: int, message: Over) -> Iterator[dict[str, Json]]:
         """Yield what is left, and the end of the last block."""
-        for event in self._reader.finish(message):
-            yield from self._blocks.write(event)
-        yield from self._blocks.finish()
+        for _, events in self._reader.finish(message):
+            for event in events:
+                yield from self._blocks.write(event)
+        yield from self._blocks.close()
 
     def closing(self) -> Iterator[dict[str, Json]]:
         """Yield how the message ended, and its end."""
         usage = self.shown_usage()
         yield {"type": "message_delta", "delta": self.ended(), "usage": usage}
         yield {"type": "message_stop"}
+
+    def failing(self, text: str) -> Iterator[dict[str, Json]]:
+        """Yield nothing: the error says it."""
+        return iter(())
 
     def ended(self) -> dict[str, Json]:
         """Return how the message ended."""

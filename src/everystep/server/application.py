@@ -35,6 +35,7 @@ from everystep.server.asking import (
 from everystep.server.documents import openapi
 from everystep.server.exchange import (
     OPENAI_FORM,
+    TOO_LONG,
     Exchange,
     FrontSettings,
     Gone,
@@ -45,8 +46,16 @@ from everystep.server.fields import Json
 from everystep.server.link import EngineGone, EngineLink, News
 from everystep.server.messages import Begun, Failed, Likelihoods, Over, RowNews, ScoredTexts
 from everystep.server.metrics import ServerMetrics
-from everystep.server.routes import COUNT_TOKENS, DETOKENIZE, SCORE, TOKENIZE, RouteTable
-from everystep.server.services import SERVICES, Service
+from everystep.server.responses_wire import KeptResponses, count_input_tokens
+from everystep.server.routes import (
+    COUNT_TOKENS,
+    DETOKENIZE,
+    INPUT_TOKENS,
+    SCORE,
+    TOKENIZE,
+    RouteTable,
+)
+from everystep.server.services import Service, services
 
 log = logging.getLogger("everystep.server")
 
@@ -69,6 +78,7 @@ class Front:
         self.link, self.models = link, models
         self.settings = settings or FrontSettings()
         self.metrics = ServerMetrics()
+        self.kept = KeptResponses()
         self.draining = False
         self.open = 0
         self._created = int(time.time())
@@ -82,8 +92,11 @@ class Front:
             return Route(path, Responder(self, answer), methods=["GET"])
 
         return [
-            *(self._generating(one) for one in SERVICES),
+            *(self._generating(one) for one in services(self.kept)),
             post(COUNT_TOKENS.path, self._count_tokens, ANTHROPIC_FORM),
+            post(INPUT_TOKENS.path, self._input_tokens),
+            get("/v1/responses/{id}", self._show_response),
+            Route("/v1/responses/{id}", Responder(self, self._forget_response), methods=["DELETE"]),
             post(TOKENIZE.path, self._tokenize),
             post(DETOKENIZE.path, self._detokenize),
             post(SCORE.path, self._score),
@@ -130,31 +143,43 @@ class Front:
 
     async def _chunks(self, wanted: Wanted, answer: Streamed) -> AsyncGenerator[Json, None]:
         """Yield the chunks of a stream, the first one once the engine has begun."""
-        opened, last = False, time.monotonic()
-        async with aclosing(self._follow(wanted)) as news:
-            async for number, message in news:
-                if not opened:
-                    opened = True
-                    for chunk in answer.opening():
+        opened = False
+        try:
+            async with aclosing(self._timed(self._follow(wanted), answer)) as news:
+                async for number, message in news:
+                    if not opened:
+                        opened = True
+                        for chunk in answer.opening():
+                            yield chunk
+                    chunks: Iterable[Json] = ()
+                    if isinstance(message, Begun):
+                        answer.begin(number, message)
+                    elif isinstance(message, RowNews):
+                        chunks = answer.row(number, message)
+                    elif isinstance(message, Over):
+                        chunks = answer.end(number, message)
+                    for chunk in chunks:
                         yield chunk
-                chunks: Iterable[Json] = ()
-                if isinstance(message, Begun):
-                    answer.begin(number, message)
-                elif isinstance(message, RowNews):
-                    chunks = answer.row(number, message)
-                    now = time.monotonic()
-                    told = (
-                        self.metrics.first if answer.usage.completion == 0 else self.metrics.between
-                    )
-                    told.observe(now - last)
-                    last = now
-                elif isinstance(message, Over):
-                    chunks = answer.end(number, message)
-                for chunk in chunks:
-                    yield chunk
+        except HttpError as error:
+            for chunk in answer.failing(str(error)) if opened else ():
+                yield chunk
+            raise
         for chunk in answer.closing():
             yield chunk
         self._count(wanted.to, answer.usage.prompt, answer.usage.cached, answer.usage.completion)
+
+    async def _timed(
+        self, news: AsyncGenerator[tuple[int, News], None], answer: Streamed
+    ) -> AsyncGenerator[tuple[int, News], None]:
+        """Yield news as they come, and count how long tokens took."""
+        last = time.monotonic()
+        async with aclosing(news):
+            async for number, message in news:
+                if isinstance(message, RowNews):
+                    now, first = time.monotonic(), answer.usage.completion == 0
+                    (self.metrics.first if first else self.metrics.between).observe(now - last)
+                    last = now
+                yield number, message
 
     async def _follow(self, wanted: Wanted) -> AsyncGenerator[tuple[int, News], None]:
         """Yield what becomes of every prompt, with its number; raise what one of them fails with.
@@ -240,6 +265,20 @@ class Front:
         given, to = await self._read(exchange, COUNT_TOKENS)
         found = await asyncio.to_thread(count_tokens, given, to)
         await exchange.answer({"input_tokens": found})
+
+    async def _input_tokens(self, exchange: Exchange) -> None:
+        given, to = await self._read(exchange, INPUT_TOKENS)
+        found = await asyncio.to_thread(count_input_tokens, given, to, exchange.caller, self.kept)
+        await exchange.answer({"object": "response.input_tokens", "input_tokens": found})
+
+    async def _show_response(self, exchange: Exchange) -> None:
+        id = exchange.request.path_params["id"]
+        await exchange.answer(self.kept.find(exchange.caller, id).shown)
+
+    async def _forget_response(self, exchange: Exchange) -> None:
+        id = exchange.request.path_params["id"]
+        self.kept.forget(exchange.caller, id)
+        await exchange.answer({"id": id, "object": "response", "deleted": True})
 
     async def _detokenize(self, exchange: Exchange) -> None:
         given, to = await self._read(exchange, DETOKENIZE)
@@ -355,8 +394,7 @@ class Responder:
         except UnknownModelError as error:
             await self._refuse(exchange, HttpError(404, str(error), code="model_not_found"))
         except OversizeError as error:
-            code = "context_length_exceeded"
-            await self._refuse(exchange, HttpError(400, str(error), code=code))
+            await self._refuse(exchange, HttpError(400, str(error), code=TOO_LONG))
         except RequestError as error:
             await self._refuse(exchange, HttpError(400, str(error)))
         except EngineGone as error:

@@ -79,7 +79,7 @@ class Wanted:
     `prompts`: ids and text of each; `keywords`: those of `generate`; `n`: answers per prompt;
     `logprobs`: of how many best tokens, None for none; `nothing`: the prompt alone is wanted;
     `dialogue`: what is asked of tools and thoughts. `cut`: the context ends an answer before the
-    length that was asked for.
+    length that was asked for. `said`: fields of the body that its answer repeats or keeps.
     """
 
     to: Addressee
@@ -96,6 +96,8 @@ class Wanted:
     renamed: Mapping[str, str] = field(default_factory=dict)
     dialogue: Dialogue | None = None
     cut: bool = False
+    caller: Caller = field(default_factory=Caller)
+    said: Mapping[str, Json] = field(default_factory=dict)
 
     def asks(self, numbers: list[int]) -> list[Ask]:
         """Return what is asked of the engine, an ask per prompt."""

@@ -74,12 +74,12 @@ class WireForm:
     """The form in which a wire writes errors and events.
 
     `error`: the body of an error, from it and the id of the exchange. `last`: the event of an error
-    in the middle of a stream. `named`: events have names, which are their types, and a stream ends
-    without a mark. `ping`: what is sent in silence.
+    in the middle of a stream, None where the answer says it itself. `named`: events have names,
+    which are their types, and a stream ends without a mark. `ping`: what is sent in silence.
     """
 
     error: Callable[[HttpError, str], Json]
-    last: Callable[[HttpError, str], Json]
+    last: Callable[[HttpError, str], Json] | None
     named: bool = False
     ping: bytes = b": ping\n"
 
@@ -105,6 +105,9 @@ def error_body(error: HttpError, _: str = "") -> dict[str, Json]:
     return {"error": told}
 
 
+TOO_LONG = "context_length_exceeded"
+_PROMPTS = ("messages", "input", "prompt")
+"""Fields that hold a prompt, in which case an error about its length names no field."""
 OPENAI_FORM = WireForm(error_body, error_body)
 
 
@@ -166,6 +169,8 @@ class Exchange:
         """Let an error about the request say which field of it is meant."""
         if error.param is None and error.status in (400, 404):
             error.param = named_in(str(error), self.names)
+        if error.param is None and error.code == TOO_LONG:
+            error.param = next((one for one in _PROMPTS if one in self.names), None)
 
     async def _bytes(self) -> bytes:
         """Return the bytes of the body, which come soon enough and are not too many."""
@@ -229,8 +234,9 @@ class Exchange:
                 raise
             log.warning("%s: the stream ends with an error: %s", self.id, error)
             self.place(error)
-            last = self.form.event(self.form.last(error, self.id))
-            await self._write(last, more=False)
+            last = self.form.last
+            told = b"" if last is None else self.form.event(last(error, self.id))
+            await self._write(told, more=False)
         finally:
             if not waiting.done():
                 waiting.cancel()

@@ -21,6 +21,7 @@ from everystep.server.fields import (
     integer,
     listed,
     number,
+    one_of,
     read_fields,
     text,
 )
@@ -199,7 +200,7 @@ _CONVERSATION = (
     WireField("system", either(TEXT, listed(MAPPING, 4096, 1)), "What instructs the model."),
     WireField(
         "tools",
-        listed(MAPPING, 128, 1),
+        listed(MAPPING, 128),
         "Functions that the model may call, each with `name`, `description`, `input_schema`.",
     ),
     WireField(
@@ -251,6 +252,77 @@ COUNT_TOKENS = RouteTable(
     _MESSAGES_IGNORED,
 )
 
+_RESPONSES_REFUSED = {
+    **_REFUSED,
+    **dict.fromkeys(("num_return_sequences", "n_best"), _ONE_MESSAGE),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), "has another name here: include"),
+    "enable_thinking": "has another name here: reasoning",
+    **dict.fromkeys(("max_new_tokens", "max_length"), "has another name here: max_output_tokens"),
+    "add_generation_prompt": "is always so here",
+    "conversation": "has another name here: previous_response_id",
+    "prompt": "names a text that is stored elsewhere",
+    "schema": "has another name here: text",
+    "context_management": "changes what was sent, and nothing here does",
+}
+_RESPONSES_IGNORED = {
+    **{name: why for name, why in IGNORED.items() if name not in ("store", "metadata")},
+    "max_tool_calls": "it is about tools that a server runs, and there are none",
+}
+_ITEMS = (
+    _MODEL,
+    WireField(
+        "input", either(TEXT, listed(MAPPING, 4096)), "A text, or the items of a conversation."
+    ),
+    WireField("instructions", TEXT, "What instructs the model, in this response alone."),
+    WireField(
+        "previous_response_id", text(128, 1), "The response that the conversation goes on from."
+    ),
+    WireField("tools", listed(MAPPING, 128), "Functions that the model may call."),
+    WireField(
+        "tool_choice",
+        either(text(128, 1), MAPPING),
+        "`auto`, `required`, `none`, or `function` with a name.",
+        "auto",
+    ),
+    WireField("parallel_tool_calls", FLAG, "Whether there may be several calls.", "true"),
+    WireField("reasoning", MAPPING, "`effort`: `none` ends thoughts, where the model can."),
+    WireField(
+        "text", MAPPING, "`format`: `text`, `json_object` or `json_schema`, its fields flat."
+    ),
+    WireField("truncation", one_of("disabled"), "What is too long is an error.", "disabled"),
+)
+
+RESPONSES = RouteTable(
+    "/v1/responses",
+    "Answer a conversation of items, which is kept for a while.",
+    _table(
+        _ITEMS,
+        (
+            WireField("max_output_tokens", _LONGEST, "Tokens of an answer at most.", "512"),
+            WireField(
+                "include",
+                listed(text(100), 16),
+                "`message.output_text.logprobs`: the log-probability of every token of a text.",
+            ),
+            WireField("top_logprobs", integer(0, 20), "With include: of so many best ones too."),
+            WireField("store", FLAG, "Whether the response can be gone on with.", "true"),
+            WireField("metadata", MAPPING, "What the response repeats."),
+            WireField("background", FLAG, "false: an answer comes in its own exchange.", "false"),
+            WireField("stream", FLAG, "Whether the answer comes as events.", "false"),
+            WireField("stream_options", MAPPING, "`include_obfuscation`, which changes nothing."),
+        ),
+        (one for one in GENERATE if one.name not in _RESPONSES_REFUSED),
+    ),
+    _RESPONSES_IGNORED,
+    _RESPONSES_REFUSED,
+)
+
+INPUT_TOKENS = RouteTable(
+    "/v1/responses/input_tokens",
+    "Return how many tokens the prompt of a response has.",
+    _table(_ITEMS),
+)
+
 TOKENIZE = RouteTable(
     "/tokenize",
     "Return the ids of a text or of messages.",
@@ -294,11 +366,22 @@ SCORE = RouteTable(
     ),
 )
 
-ROUTES = (COMPLETIONS, CHAT, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE, SCORE)
+ROUTES = (
+    COMPLETIONS,
+    CHAT,
+    MESSAGES,
+    COUNT_TOKENS,
+    RESPONSES,
+    INPUT_TOKENS,
+    TOKENIZE,
+    DETOKENIZE,
+    SCORE,
+)
 """Every route that takes a body."""
 
 READ_ONLY: Mapping[str, str] = {
     "/v1/models": "The models and adapters, each with its context.",
+    "/v1/responses/{id}": "A response that was kept; DELETE forgets it.",
     "/health": "200 while the engine lives, else 503.",
     "/ready": "200 while requests are taken, else 503.",
     "/metrics": "Counters and histograms, as Prometheus reads them.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from everystep.server.answering import Head, Streamed, StreamedAnswer, Whole, WholeAnswer
 from everystep.server.anthropic_wire import (
@@ -15,7 +16,14 @@ from everystep.server.anthropic_wire import (
 from everystep.server.asking import Addressee, Caller, Wanted, read_chat, read_completion
 from everystep.server.exchange import OPENAI_FORM, WireForm
 from everystep.server.fields import Json
-from everystep.server.routes import CHAT, COMPLETIONS, MESSAGES, RouteTable
+from everystep.server.responses_wire import (
+    RESPONSES_FORM,
+    KeptResponses,
+    StreamedResponse,
+    WholeResponse,
+    read_response_body,
+)
+from everystep.server.routes import CHAT, COMPLETIONS, MESSAGES, RESPONSES, RouteTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +38,18 @@ class Service:
     streamed: Callable[[Wanted, Head], Streamed]
 
 
-SERVICES = (
-    Service(COMPLETIONS, OPENAI_FORM, "cmpl-", read_completion, WholeAnswer, StreamedAnswer),
-    Service(CHAT, OPENAI_FORM, "chatcmpl-", read_chat, WholeAnswer, StreamedAnswer),
-    Service(MESSAGES, ANTHROPIC_FORM, "msg_", read_message_body, WholeMessage, StreamedMessage),
-)
+def services(kept: KeptResponses) -> tuple[Service, ...]:
+    """Return the routes that generate; `kept`: where responses are kept."""
+    return (
+        Service(COMPLETIONS, OPENAI_FORM, "cmpl-", read_completion, WholeAnswer, StreamedAnswer),
+        Service(CHAT, OPENAI_FORM, "chatcmpl-", read_chat, WholeAnswer, StreamedAnswer),
+        Service(MESSAGES, ANTHROPIC_FORM, "msg_", read_message_body, WholeMessage, StreamedMessage),
+        Service(
+            RESPONSES,
+            RESPONSES_FORM,
+            "resp_",
+            partial(read_response_body, kept=kept),
+            partial(WholeResponse, kept=kept),
+            partial(StreamedResponse, kept=kept),
+        ),
+    )

@@ -127,7 +127,7 @@ class Front:
         wanted = await asyncio.to_thread(service.read, given, to, exchange.caller)
         self._require_room(sum(len(ids) for ids, _ in wanted.prompts), len(wanted.prompts))
         head = Head(f"{service.prefix}{exchange.id}", to.name)
-        if wanted.stream:
+        if wanted.stream and service.streamed is not None:
             await exchange.stream(self._chunks(wanted, service.streamed(wanted, head)))
             return
         answer = service.whole(wanted, head)

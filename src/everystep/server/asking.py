@@ -80,6 +80,7 @@ class Wanted:
     `logprobs`: of how many best tokens, None for none; `nothing`: the prompt alone is wanted;
     `dialogue`: what is asked of tools and thoughts. `cut`: the context ends an answer before the
     length that was asked for. `said`: fields of the body that its answer repeats or keeps.
+    `pools`: how hidden states become vectors, where these are wanted.
     """
 
     to: Addressee
@@ -98,12 +99,16 @@ class Wanted:
     cut: bool = False
     caller: Caller = field(default_factory=Caller)
     said: Mapping[str, Json] = field(default_factory=dict)
+    pools: str | None = None
 
     def asks(self, numbers: list[int]) -> list[Ask]:
         """Return what is asked of the engine, an ask per prompt."""
-        known, chat, stream = dict(self.keywords), self.in_chat, self.stream
         pairs = zip(numbers, self.prompts, strict=True)
-        return [Ask(n, self.to.model, ids, known, chat, stream) for n, (ids, _) in pairs]
+        known, chat, stream = dict(self.keywords), self.in_chat, self.stream
+        return [
+            Ask(n, self.to.model, ids, known, chat, stream, pools=self.pools)
+            for n, (ids, _) in pairs
+        ]
 
     def respelled(self, text: str) -> str:
         """Return an error's text with fields named as the request named them."""
@@ -453,6 +458,23 @@ def _negative(prompt: Json, to: Addressee) -> list[int]:
     if isinstance(prompt, list) and isinstance(prompt[0], dict):
         return render(prompt, to.front, begins=True)
     return _ids(prompt, to)[0]
+
+
+# --- vectors --------------------------------------------------------------------------------------
+
+
+def read_inputs(
+    given: Mapping[str, Json],
+    inputs: Json,
+    to: Addressee,
+    keywords: Mapping[str, Json],
+    pools: str,
+) -> Wanted:
+    """Return that a vector is wanted of a text or a list of ids, or of each of several."""
+    several = isinstance(inputs, list) and not isinstance(inputs[0], int)
+    prompts = tuple(_ids(one, to) for one in (inputs if several else [inputs]))
+    wanted = _wanted({}, to, prompts, keywords, {}, None)
+    return replace(wanted, said=given, pools=pools)
 
 
 # --- scores ---------------------------------------------------------------------------------------

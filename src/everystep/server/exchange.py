@@ -107,7 +107,7 @@ def error_body(error: HttpError, _: str = "") -> dict[str, Json]:
 
 TOO_LONG = "context_length_exceeded"
 _PROMPTS = ("messages", "input", "prompt")
-"""Fields that hold a prompt, in which case an error about its length names no field."""
+"""Fields that hold a prompt, which errors about one do not name."""
 OPENAI_FORM = WireForm(error_body, error_body)
 
 
@@ -169,7 +169,7 @@ class Exchange:
         """Let an error about the request say which field of it is meant."""
         if error.param is None and error.status in (400, 404):
             error.param = named_in(str(error), self.names)
-        if error.param is None and error.code == TOO_LONG:
+        if error.param is None and str(error).startswith("the prompt "):
             error.param = next((one for one in _PROMPTS if one in self.names), None)
 
     async def _bytes(self) -> bytes:

@@ -323,6 +323,37 @@ INPUT_TOKENS = RouteTable(
     _table(_ITEMS),
 )
 
+EMBEDDINGS = RouteTable(
+    "/v1/embeddings",
+    "Return a vector of each text, made of the last hidden states.",
+    _table(
+        (
+            WireField(
+                "input",
+                either(TEXT, IDS, listed(either(TEXT, IDS), 1024, 1)),
+                "A text, a list of ids, or a list of either.",
+                required=True,
+            ),
+            _MODEL,
+            WireField(
+                "pooling",
+                one_of("mean", "last"),
+                "The mean over all positions, or the state of the last one.",
+                "mean",
+            ),
+            WireField("normalize", FLAG, "Whether vectors have the length 1.", "true"),
+            WireField(
+                "encoding_format",
+                one_of("float", "base64"),
+                "Numbers, or float32 with the least byte first in base64.",
+                "float",
+            ),
+            WireField("dimensions", _LONGEST, "Refused: a model's vectors have one size."),
+        )
+    ),
+    {"user": IGNORED["user"]},
+)
+
 TOKENIZE = RouteTable(
     "/tokenize",
     "Return the ids of a text or of messages.",

@@ -14,6 +14,7 @@ from everystep.server.anthropic_wire import (
     read_message_body,
 )
 from everystep.server.asking import Addressee, Caller, Wanted, read_chat, read_completion
+from everystep.server.embeddings import WholeEmbeddings, read_embeddings
 from everystep.server.exchange import OPENAI_FORM, WireForm
 from everystep.server.fields import Json
 from everystep.server.responses_wire import (
@@ -23,7 +24,7 @@ from everystep.server.responses_wire import (
     WholeResponse,
     read_response_body,
 )
-from everystep.server.routes import CHAT, COMPLETIONS, MESSAGES, RESPONSES, RouteTable
+from everystep.server.routes import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, RouteTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Service:
     prefix: str
     read: Callable[[Mapping[str, Json], Addressee, Caller], Wanted]
     whole: Callable[[Wanted, Head], Whole]
-    streamed: Callable[[Wanted, Head], Streamed]
+    streamed: Callable[[Wanted, Head], Streamed] | None = None
 
 
 def services(kept: KeptResponses) -> tuple[Service, ...]:
@@ -52,4 +53,5 @@ def services(kept: KeptResponses) -> tuple[Service, ...]:
             partial(WholeResponse, kept=kept),
             partial(StreamedResponse, kept=kept),
         ),
+        Service(EMBEDDINGS, OPENAI_FORM, "embd-", read_embeddings, WholeEmbeddings),
     )

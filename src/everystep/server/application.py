@@ -31,6 +31,7 @@ from everystep.server.asking import (
     addressee,
     read_messages,
     read_score,
+    rendered_text,
 )
 from everystep.server.documents import openapi
 from everystep.server.exchange import (
@@ -48,6 +49,7 @@ from everystep.server.messages import Begun, Failed, Likelihoods, Over, RowNews,
 from everystep.server.metrics import ServerMetrics
 from everystep.server.responses_wire import KeptResponses, count_input_tokens
 from everystep.server.routes import (
+    APPLY_TEMPLATE,
     COUNT_TOKENS,
     DETOKENIZE,
     INPUT_TOKENS,
@@ -99,6 +101,8 @@ class Front:
             Route("/v1/responses/{id}", Responder(self, self._forget_response), methods=["DELETE"]),
             post(TOKENIZE.path, self._tokenize),
             post(DETOKENIZE.path, self._detokenize),
+            post(APPLY_TEMPLATE.path, self._apply_template),
+            get("/tokenizer_info", self._tokenizer_info),
             post(SCORE.path, self._score),
             get("/v1/models", self._list_models),
             get("/v1/models/{name:path}", self._show_model),
@@ -260,6 +264,27 @@ class Front:
         if given.get("return_token_strs"):
             answer["token_strs"] = [tokenizer.decode([one]) for one in found]
         await exchange.answer(answer)
+
+    async def _apply_template(self, exchange: Exchange) -> None:
+        given, to = await self._read(exchange, APPLY_TEMPLATE)
+        text = await asyncio.to_thread(rendered_text, given, to)
+        await exchange.answer({"prompt": text})
+
+    async def _tokenizer_info(self, exchange: Exchange) -> None:
+        name = exchange.request.query_params.get("model")
+        to = addressee(name, self.link.models, self.models)
+        tokenizer = to.front.tokenizer
+        known = tokenizer.special_tokens_map
+        await exchange.answer(
+            {
+                "model": to.model,
+                **{name: known.get(name) for name in ("bos_token", "eos_token", "pad_token")},
+                **known,
+                "chat_template": tokenizer.chat_template,
+                "vocab_size": to.facts.vocabulary,
+                "max_model_len": to.facts.context,
+            }
+        )
 
     async def _count_tokens(self, exchange: Exchange) -> None:
         given, to = await self._read(exchange, COUNT_TOKENS)

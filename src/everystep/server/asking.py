@@ -7,6 +7,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from everystep.config import ChatDefaults
 from everystep.config.chat_defaults import MOST_NEW_TOKENS
@@ -209,11 +210,19 @@ def read_chat(
 
 def read_messages(given: Mapping[str, Json], to: Addressee) -> tuple[list[int], Dialogue | None]:
     """Return the ids of a conversation, and what it asks of tools and thoughts."""
+    begins, continues, dialogue = _asked_of_template(given, to)
+    own = given["messages"], to.front
+    return render(*own, begins=begins, continues=continues, dialogue=dialogue), dialogue
+
+
+def _asked_of_template(
+    given: Mapping[str, Json], to: Addressee
+) -> tuple[bool, bool, Dialogue | None]:
+    """Return whether the answer is begun, whether the last message stays open, and the dialogue."""
     continues = bool(given.get("continue_final_message"))
-    begins = given.get("add_generation_prompt", not continues)
+    begins = bool(given.get("add_generation_prompt", not continues))
     dialogue = read_dialogue(to.front.tokenizer, *(given.get(name) for name in _DIALOGUE))
-    asked = {"begins": begins, "continues": continues, "dialogue": dialogue}
-    return render(given["messages"], to.front, **asked), dialogue
+    return begins, continues, dialogue
 
 
 def _wanted(
@@ -305,21 +314,29 @@ def render(
     dialogue: Dialogue | None = None,
 ) -> list[int]:
     """Return the ids of a conversation; RequestError for a message that cannot be read."""
+    asked = {"add_generation_prompt": begins, "continue_final_message": continues}
+    return list(_rendered(messages, front, dialogue, tokenize=True, return_dict=False, **asked))
+
+
+def _rendered(
+    messages: list[Json], front: FrontModel, dialogue: Dialogue | None, **asked: bool
+) -> Any:
+    """Return what the chat template makes of a conversation."""
     for number, message in enumerate(messages):
         _require_message(message, f"messages[{number}]")
     if front.tokenizer.chat_template is None:
         raise TokenizerError("the model has no chat template", do="Ask /v1/completions instead")
     begun = front.chat.begun(_flat(messages, front.tokenizer))
-    told = {} if dialogue is None else dialogue.template
-    ids = front.tokenizer.apply_chat_template(
-        begun if dialogue is None else dialogue.messages(begun),
-        tokenize=True,
-        add_generation_prompt=begins,
-        continue_final_message=continues,
-        return_dict=False,
-        **told,
-    )
-    return list(ids)
+    told: dict[str, Any] = {**({} if dialogue is None else dialogue.template), **asked}
+    turns = begun if dialogue is None else dialogue.messages(begun)
+    return front.tokenizer.apply_chat_template(turns, **told)
+
+
+def rendered_text(given: Mapping[str, Json], to: Addressee) -> str:
+    """Return the text of a conversation, as the chat template writes it."""
+    begins, continues, dialogue = _asked_of_template(given, to)
+    asked = {"add_generation_prompt": begins, "continue_final_message": continues}
+    return str(_rendered(given["messages"], to.front, dialogue, tokenize=False, **asked))
 
 
 def _flat(messages: list[Json], tokenizer: Tokenizer) -> list[Json]:

@@ -368,7 +368,26 @@ TOKENIZE = RouteTable(
                 "continue_final_message", FLAG, "Whether the last message stays open.", "false"
             ),
             WireField("return_token_strs", FLAG, "Whether each token's text is told.", "false"),
-        )
+        ),
+        (one for one in GENERATE if one.name in OF_MESSAGES),
+    ),
+)
+
+APPLY_TEMPLATE = RouteTable(
+    "/apply-template",
+    "Return the text of a conversation as the chat template writes it.",
+    _table(
+        (
+            _MODEL,
+            WireField(
+                "messages", listed(MAPPING, 4096, 1), "The conversation, in turn.", required=True
+            ),
+            WireField("add_generation_prompt", FLAG, "Whether the answer is begun.", "true"),
+            WireField(
+                "continue_final_message", FLAG, "Whether the last message stays open.", "false"
+            ),
+        ),
+        (one for one in GENERATE if one.name in OF_MESSAGES),
     ),
 )
 
@@ -413,6 +432,7 @@ ROUTES = (
 READ_ONLY: Mapping[str, str] = {
     "/v1/models": "The models and adapters, each with its context.",
     "/v1/responses/{id}": "A response that was kept; DELETE forgets it.",
+    "/tokenizer_info": "Special tokens and chat template of a model, `?model=` or the first.",
     "/health": "200 while the engine lives, else 503.",
     "/ready": "200 while requests are taken, else 503.",
     "/metrics": "Counters and histograms, as Prometheus reads them.",

@@ -132,7 +132,7 @@ def test_impossible_chats(server: Served, body: dict[str, Any], said: str) -> No
         ("/v1/completions", {**HELLO, "n": 3, "temperature": 0}, "n"),
         ("/v1/completions", {**HELLO, "regex": "("}, "regex"),
         ("/v1/completions", {**HELLO, "hooks": "x"}, "hooks"),
-        ("/v1/completions", {**HELLO, "num_beams": 3, "n_best": 5}, "n_best"),
+        ("/v1/completions", {**HELLO, "num_beams": 3, "n": 5}, "n"),
         ("/v1/completions", {**HELLO, "prompt": [320]}, "prompt"),
         ("/v1/completions", {"prompt": [9] * 5000, "max_tokens": 1}, "prompt"),
         ("/v1/chat/completions", {"messages": [{"role": "god"}]}, "messages[0].role"),

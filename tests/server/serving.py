@@ -11,8 +11,9 @@ from typing import Any
 import httpx
 
 from everystep.api.model import LanguageModel
-from everystep.server.application import Front, FrontSettings
+from everystep.server.application import Front
 from everystep.server.asking import FrontModel
+from everystep.server.exchange import FrontSettings
 from everystep.server.host import EngineLimits, HostedModel
 from everystep.server.link import EngineLink, Mooring, QueueLimits, ThreadMooring
 from everystep.server.local import listening

@@ -14,7 +14,7 @@ import pytest
 
 from everystep.errors import RequestError
 from everystep.server.access import Hosts, Keys, digest_of, is_loopback, key_of, read_keys
-from everystep.server.application import FrontSettings
+from everystep.server.exchange import FrontSettings
 from everystep.server.link import QueueLimits
 from tests.server.serving import Served, served
 

@@ -23,7 +23,13 @@ from everystep.drivers.engine_thread import Desk, Submission
 from everystep.drivers.generated import Generated
 from everystep.drivers.session import KEPT, Session
 from everystep.engine import Continuous, Reuse
-from everystep.errors import CapacityError, OversizeError, RequestError, TokenizerError
+from everystep.errors import (
+    CapacityError,
+    OversizeError,
+    RequestError,
+    TokenizerError,
+    UnsupportedError,
+)
 from everystep.outputs import TokenLogprobs
 from everystep.requests.options import Options
 from everystep.server.messages import (
@@ -47,6 +53,7 @@ from everystep.server.messages import (
     frame,
     read_frame,
 )
+from everystep.server.pooling import Pooling, vector_of
 from everystep.stops.ends import moment
 from everystep.text import Tokenizer
 from everystep.types import Event, FinishReason
@@ -152,9 +159,10 @@ class EngineHost:
         hosted, since = self._models[ask.model], moment()
 
         def options() -> Options:
-            return hosted.session.asked(
-                ask.prompt, _as_keywords(ask.keywords), since, in_chat=ask.in_chat
-            )
+            keywords = _as_keywords(ask.keywords)
+            if ask.pools is not None:
+                keywords["strategy"] = _pooling(ask.pools, hosted.model)
+            return hosted.session.asked(ask.prompt, keywords, since, in_chat=ask.in_chat)
 
         def notice() -> None:
             try:
@@ -203,7 +211,7 @@ class EngineHost:
                 rows += self._news(id, under)
                 if ended:
                     del self._under[id]
-                    over.append(_outcome(id, under.one))
+                    over.append(_outcome(under.ask, under.one))
             if rows:
                 self._send(Tokens(rows))
             for message in over:
@@ -266,12 +274,25 @@ def _said(reason: FinishReason) -> tuple[str, str | int | None]:
     return reason.kind, matched if isinstance(matched, str | int) else None
 
 
-def _outcome(id: int, one: Submission) -> ToFront:
+def _pooling(how: str, model: LanguageModel) -> Pooling:
+    """Return the strategy that makes vectors in this way; UnsupportedError for a model that has no
+    states of a prompt."""
+    if model.is_encoder_decoder:
+        what = "vectors are made of the states of a decoder, and this model reads with an encoder"
+        raise UnsupportedError(what, do="Ask a model without one")
+    return Pooling("last" if how == "last" else "mean")
+
+
+def _outcome(ask: Ask, one: Submission) -> ToFront:
     """Return what an ask that is over became."""
+    id = ask.id
     try:
         group = one.group()
         if group.error is not None:
             raise group.error
+        if ask.pools is not None:
+            size = group.request.prompt.length
+            return Over(id, [Ended([], "stop", None, 0.0, size, 0, vector=vector_of(group))])
         reply = replace(one.answer(), tokenizer=None)  # the front makes the texts
         return Over(id, [_ended(result) for result in reply.generated(group)])
     except Exception as error:

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 import uvicorn
 
 from everystep.api.model import LanguageModel
-from everystep.server.application import Front, FrontSettings
+from everystep.server.application import Front
 from everystep.server.asking import FrontModel
+from everystep.server.exchange import FrontSettings
 from everystep.server.host import EngineLimits, HostedModel
 from everystep.server.link import EngineLink, QueueLimits, ThreadMooring
 from everystep.server.listener import Listener

@@ -20,7 +20,8 @@ _HEAD = 4
 
 class Ask(msgspec.Struct, tag=True, frozen=True):
     """A prompt for a model: its ids, the keywords of `generate` beside it, and whether it was a
-    conversation. `streams`: whether its tokens are told as they come."""
+    conversation. `streams`: whether its tokens are told as they come. `pools`: how its hidden
+    states become the vector that is wanted in place of an answer."""
 
     id: int
     model: str
@@ -29,6 +30,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     in_chat: bool = False
     streams: bool = False
     seconds: float | None = None
+    pools: str | None = None
 
 
 class ScoreAsk(msgspec.Struct, tag=True, frozen=True):
@@ -114,7 +116,7 @@ class Begun(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """One continuation of an ask."""
+    """One continuation of an ask, or its vector, float32 with the least byte first."""
 
     tokens: list[int]
     kind: str
@@ -124,6 +126,7 @@ class Ended(msgspec.Struct, frozen=True):
     cached_tokens: int
     known: Likelihoods | None = None
     known_prompt: Likelihoods | None = None
+    vector: bytes | None = None
 
 
 class Over(msgspec.Struct, tag=True, frozen=True):

@@ -20,9 +20,9 @@ from everystep.errors import (
 from everystep.files.gguf import read_gguf
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.server.access import Hosts, Keys, digest_of, is_loopback, read_keys
-from everystep.server.application import FrontSettings
 from everystep.server.asking import FrontModel
 from everystep.server.engine_process import EngineOrders
+from everystep.server.exchange import FrontSettings
 from everystep.server.link import QueueLimits
 from everystep.text import Tokenizer
 

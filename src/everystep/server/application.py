@@ -39,6 +39,7 @@ from everystep.server.asking import (
 )
 from everystep.server.documents import openapi
 from everystep.server.fields import Json
+from everystep.server.inside import INSIDE
 from everystep.server.link import EngineGone, EngineLink, News
 from everystep.server.messages import Begun, Failed, Likelihoods, Over, RowNews, ScoredTexts
 from everystep.server.metrics import ServerMetrics
@@ -120,6 +121,10 @@ class Front:
             get("/version", self._told_version),
             Route("/{rest:path}", Responder(self, _nowhere), methods=[*_METHODS]),
         ]
+
+    def add(self, routes: Iterable[Route]) -> None:
+        """Serve further routes."""
+        self.application.router.routes[-1:-1] = routes  # the last one is for what has no route
 
     # --- generating -------------------------------------------------------------------------------
 
@@ -221,7 +226,7 @@ class Front:
 
     def _require_room(self, positions: int, asks: int) -> None:
         if not self.link.ready:
-            raise HttpError(503, "the engine is being started", retry=2)
+            raise HttpError(503, "the engine is being started", code="engine_starting", retry=2)
         try:
             self.link.require_room(positions, asks)
         except CapacityError as error:
@@ -240,7 +245,7 @@ class Front:
         body = await exchange.body()
         given = await asyncio.to_thread(route.read, body) if exchange.is_long else route.read(body)
         if not self.link.models:
-            raise HttpError(503, "the engine is being started", retry=2)
+            raise HttpError(503, "the engine is being started", code="engine_starting", retry=2)
         return given, addressee(given.get("model"), self.link.models, self.models)
 
     # --- beside generating ------------------------------------------------------------------------
@@ -390,11 +395,17 @@ class Exchange:
 
     async def _bytes(self) -> bytes:
         """Return the bytes of the body, which come soon enough and are not too many."""
-        settings = self._front.settings
-        declared = self.request.headers.get("content-length", "0")
-        if declared.isdigit() and int(declared) > settings.body_bytes:
-            raise HttpError(413, f"The body is longer than {settings.body_bytes} bytes.")
         found = bytearray()
+        async for piece in self.pieces(self._front.settings.body_bytes):
+            found += piece
+        return bytes(found)
+
+    async def pieces(self, most: int) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes of the body, which come soon enough and are at most so many."""
+        settings, size = self._front.settings, 0
+        declared = self.request.headers.get("content-length", "0")
+        if declared.isdigit() and int(declared) > most:
+            raise HttpError(413, f"The body is longer than {most} bytes.")
         while True:
             try:
                 async with asyncio.timeout(settings.body_seconds):
@@ -403,11 +414,13 @@ class Exchange:
                 raise HttpError(408, "The body comes too slowly.", code="slow_body") from None
             if message["type"] == "http.disconnect":
                 raise Gone
-            found += message.get("body", b"")
-            if len(found) > settings.body_bytes:
-                raise HttpError(413, f"The body is longer than {settings.body_bytes} bytes.")
+            piece = message.get("body", b"")
+            size += len(piece)
+            if size > most:
+                raise HttpError(413, f"The body is longer than {most} bytes.")
+            yield piece
             if not message.get("more_body"):
-                return bytes(found)
+                return
 
     async def _listen(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -552,6 +565,9 @@ class Responder:
 
     def _admit(self, exchange: Exchange) -> None:
         settings, headers = self._front.settings, exchange.request.headers
+        if (inside := exchange.request.scope.get(INSIDE)) is not None:
+            exchange.caller = inside
+            return
         if not settings.hosts.accepts(headers.get("host", "")):
             raise HttpError(
                 403, "The Host header names another server. Allow it with --allow-host."
@@ -566,7 +582,7 @@ class Responder:
                 raise HttpError(401, "There is no such key.", code="invalid_api_key")
             exchange.caller = Caller(owner)
         if self._front.draining and exchange.request.method == "POST":
-            raise HttpError(503, "The server is being stopped.", retry=5)
+            raise HttpError(503, "The server is being stopped.", code="draining", retry=5)
 
     async def _refuse(self, exchange: Exchange, error: HttpError) -> None:
         if exchange.status:  # too late: what was sent stands

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from everystep._version import __version__
 from everystep.server.fields import Json, WireField
-from everystep.server.routes import READ_ONLY, ROUTES, RouteTable
+from everystep.server.routes import MANAGED, READ_ONLY, ROUTES, RouteTable
 
 
 def openapi() -> dict[str, Json]:
     """Return the OpenAPI document of every route."""
-    paths: dict[str, Json] = {one.path: {"post": _operation(one)} for one in ROUTES}
+    paths: dict[str, Json] = {one.path: {"post": _operation(one)} for one in (*ROUTES, *MANAGED)}
     answers = {"200": {"description": "the answer"}}
     paths |= {
         path: {"get": {"summary": line, "responses": answers}} for path, line in READ_ONLY.items()
@@ -44,7 +44,7 @@ def _operation(route: RouteTable) -> dict[str, Json]:
 def reference() -> str:
     """Return the reference of the wire, as it stands in docs/reference/wire.md."""
     parts = [_HEAD]
-    for route in ROUTES:
+    for route in (*ROUTES, *MANAGED):
         parts.append(f"## POST {route.path}\n\n{route.line}\n")
         rows = [_row(one) for one in route.fields.values()]
         parts.append("| field | values | default | meaning |\n| --- | --- | --- | --- |")

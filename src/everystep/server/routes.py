@@ -21,6 +21,7 @@ from everystep.server.fields import (
     integer,
     listed,
     number,
+    one_of,
     read_fields,
     text,
 )
@@ -202,10 +203,31 @@ SCORE = RouteTable(
 )
 
 ROUTES = (COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE, SCORE)
-"""Every route that takes a body."""
+"""Every route that answers a body at once."""
+BATCHED = tuple(one.path for one in ROUTES)
+"""The routes that a line of a batch file may ask."""
+
+BATCHES = RouteTable(
+    "/v1/batches",
+    "Answer the lines of a file that was sent to /v1/files; needs `--files`.",
+    _table(
+        (
+            WireField("input_file_id", text(100, 1), "The file.", required=True),
+            WireField("endpoint", text(100, 1), "The url of every line.", required=True),
+            WireField("completion_window", one_of("24h"), "After it, lines expire.", "24h"),
+            WireField("metadata", MAPPING, "Texts by name, which are told again."),
+        )
+    ),
+)
+MANAGED = (BATCHES,)
+"""Routes with a body that begin something."""
 
 READ_ONLY: Mapping[str, str] = {
     "/v1/models": "The models and adapters, each with its context.",
+    "/v1/files": "The files that were sent as multipart `file`, with `purpose` batch.",
+    "/v1/files/{id}": "A file; DELETE removes it.",
+    "/v1/files/{id}/content": "The bytes of a file.",
+    "/v1/batches/{id}": "A batch; POST to `/v1/batches/{id}/cancel` ends it.",
     "/health": "200 while the engine lives, else 503.",
     "/ready": "200 while requests are taken, else 503.",
     "/metrics": "Counters and histograms, as Prometheus reads them.",

@@ -24,6 +24,7 @@ from everystep.server.application import FrontSettings
 from everystep.server.asking import FrontModel
 from everystep.server.engine_process import EngineOrders
 from everystep.server.link import QueueLimits
+from everystep.server.service import ServedBeside
 from everystep.text import Tokenizer
 
 
@@ -32,7 +33,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     `model`: what is served; `models`: further ones by name; `adapters`: folders by name, of the
     first model. `key_files`: digests of keys, a line each. `public_without_key`: serve everybody on
-    a public address. `drain_seconds`: what a stop waits for.
+    a public address. `drain_seconds`: what a stop waits for. `files`: the folder of batch files.
     """
 
     model: str = DEFAULT_MODEL
@@ -59,6 +60,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache_dtype: str | None = None
     threads: int | None = None
     offline: bool = False
+    files: str | None = None
 
     def sources(self) -> dict[str, str]:
         """Return what is served, by name: the model first, by the last part of its source."""
@@ -84,6 +86,10 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     def queue(self) -> QueueLimits:
         """Return how much may wait."""
         return QueueLimits(self.max_waiting, self.max_waiting_tokens)
+
+    def beside(self) -> ServedBeside:
+        """Return what is served beside generating."""
+        return ServedBeside(None if self.files is None else Path(self.files))
 
     def front(self) -> FrontSettings:
         """Return how the front serves; RequestError where everybody could ask unasked."""

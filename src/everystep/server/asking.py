@@ -398,6 +398,49 @@ def _negative(prompt: Json, to: Addressee) -> list[int]:
     return _ids(prompt, to)[0]
 
 
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def read_open(given: Mapping[str, Json], to: Addressee, caller: Caller) -> dict[str, Json]:
+    """Return what a body of /v1/everystep/runs opens: a model, ids and keywords."""
+    prompt, messages = given.get("prompt"), given.get("messages")
+    if (prompt is None) == (messages is None):
+        raise RequestError("one of prompt and messages is wanted", do="Send one of them")
+    if prompt is not None:
+        ids = _ids(prompt, to)[0]
+    else:
+        ids = render(messages or [], to.front, begins=given.get("add_generation_prompt", True))
+    if any(one >= to.facts.vocabulary for one in ids):
+        wanted = f"0 to {to.facts.vocabulary - 1}"
+        raise RequestError("the prompt has ids beyond the vocabulary", wanted=wanted)
+    keywords, _ = _keywords(given, to, caller)
+    if given.get("logprobs") is not None:
+        keywords["logprobs"] = given["logprobs"]
+    within = _within_context(keywords, len(ids), to.facts.context)
+    opened = {"model": to.model, "prompt": ids, "keywords": dict(within)}
+    return {**opened, "in_chat": messages is not None}
+
+
+def read_changes(given: Mapping[str, Json], to: Addressee) -> dict[str, Json]:
+    """Return the keywords that are set in a run; those of the fields that a body has, no others."""
+    found, _ = _keywords(given, to, Caller())
+    if "seed" not in given:
+        del found["seed"]
+    found.pop("adapter_names", None)
+    found.pop("trim_stop_strings", None)
+    return found
+
+
+def read_ids(given: Mapping[str, Json], to: Addressee) -> list[int]:
+    """Return the ids of what is sent into a run: `ids`, or those of `text`."""
+    text, ids = given.get("text"), given.get("ids")
+    if (text is None) == (ids is None):
+        raise RequestError("one of text and ids is wanted", do="Send one of them")
+    if text is None:
+        return [*(ids or ())]
+    return list(to.front.tokenizer.encode(text, add_special_tokens=False))
+
+
 # --- scores ---------------------------------------------------------------------------------------
 
 

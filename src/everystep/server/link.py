@@ -36,6 +36,9 @@ from everystep.server.messages import (
     Quit,
     Ready,
     RowNews,
+    RunAsk,
+    RunNews,
+    RunOver,
     ScoreAsk,
     ScoredTexts,
     Tokens,
@@ -48,7 +51,8 @@ log = logging.getLogger("everystep.server")
 _FATAL = 2
 """Deaths of an engine after which an ask that was under way is given up."""
 _LONGEST_PAUSE = 10.0
-News = RowNews | Begun | Over | ScoredTexts | Failed
+News = RowNews | Begun | Over | ScoredTexts | RunNews | RunOver | Failed
+AnyAsk = Ask | ScoreAsk | RunAsk
 
 
 class EngineGone(EverystepError, RuntimeError):
@@ -132,7 +136,7 @@ class Asking:
     are left out.
     """
 
-    ask: Ask | ScoreAsk
+    ask: AnyAsk
     news: asyncio.Queue[News] = field(default_factory=asyncio.Queue)
     waiting: bool = True
     deaths: int = 0
@@ -144,6 +148,8 @@ class Asking:
     def size(self) -> int:
         """The number of its prompt's ids."""
         ask = self.ask
+        if isinstance(ask, RunAsk):
+            return 0
         return len(ask.prompt) if isinstance(ask, Ask) else sum(map(len, ask.rows))
 
     def tell(self, message: News) -> None:
@@ -254,24 +260,24 @@ class EngineLink:
             wanted = f"at most {self._limits.positions} tokens"
             raise CapacityError("too many prompts wait", wanted=wanted, got=line + positions)
 
-    async def follow(self, ask: Ask | ScoreAsk) -> AsyncGenerator[News, None]:
-        """Yield what becomes of an ask, `Over`, `ScoredTexts` or `Failed` last.
+    async def follow(self, ask: AnyAsk) -> AsyncGenerator[News, None]:
+        """Yield what becomes of an ask, `Over`, `ScoredTexts`, `RunOver` or `Failed` last.
 
         Leaving the iterator ends the ask.
         """
-        one = self._asking[ask.id] = Asking(ask)
+        one = self._asking[ask.id] = Asking(ask, waiting=not isinstance(ask, RunAsk))
         try:
             self._send(ask)
             while True:
                 message = await one.news.get()
                 yield message
-                if isinstance(message, Over | ScoredTexts | Failed):
+                if isinstance(message, Over | ScoredTexts | RunOver | Failed):
                     return
         finally:
             if self._asking.pop(ask.id, None) is not None:
                 self._send(Leave(ask.id))
 
-    def _send(self, message: Ask | ScoreAsk | Leave) -> None:
+    def _send(self, message: AnyAsk | Leave) -> None:
         """Write a message where an engine is there; asks are sent to the next one otherwise."""
         if self._writer is not None:
             self._writer.write(frame(message))
@@ -321,7 +327,7 @@ class EngineLink:
             self._send(one.ask)
         self._ready.set()
 
-    def _hand_on(self, message: Tokens | Begun | Over | ScoredTexts | Failed) -> None:
+    def _hand_on(self, message: Tokens | News) -> None:
         if isinstance(message, Tokens):
             for row in message.rows:
                 if (one := self._asking.get(row.id)) is not None:
@@ -329,7 +335,9 @@ class EngineLink:
             return
         if (one := self._asking.get(message.id)) is None:
             return
-        if isinstance(message, Over | ScoredTexts | Failed):
+        if isinstance(message, RunOver):
+            del self._asking[message.id]
+        elif isinstance(message, Over | ScoredTexts | Failed):
             del self._asking[message.id]
             self._seconds += 0.1 * (time.monotonic() - one.since - self._seconds)
         one.tell(message)
@@ -347,9 +355,11 @@ class EngineLink:
                 one.tell(Failed(id, 503, text))
 
 
-def repeats(ask: Ask | ScoreAsk) -> bool:
+def repeats(ask: AnyAsk) -> bool:
     """Return whether an ask gives the same when it is asked again: its draws are keyed by a seed,
-    and no clock ends it."""
+    and no clock ends it. What is done to a run is lost with it."""
+    if isinstance(ask, RunAsk):
+        return False
     if isinstance(ask, ScoreAsk):
         return True
     timed = any(ask.keywords.get(name) is not None for name in ("timeout", "max_time"))

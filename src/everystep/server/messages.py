@@ -42,6 +42,19 @@ class ScoreAsk(msgspec.Struct, tag=True, frozen=True):
     adapter: str | None = None
 
 
+class RunAsk(msgspec.Struct, tag=True, frozen=True):
+    """Something that is to be done to a run, by its name in `everystep.Run`, with what it is given.
+
+    `run`: the name of the run; `data`: the bytes of a saved one.
+    """
+
+    id: int
+    run: str
+    verb: str
+    given: dict[str, Any] = {}
+    data: bytes = b""
+
+
 class Leave(msgspec.Struct, tag=True, frozen=True):
     """Nobody waits for this ask any more."""
 
@@ -140,6 +153,21 @@ class ScoredTexts(msgspec.Struct, tag=True, frozen=True):
     rows: list[Likelihoods]
 
 
+class RunNews(msgspec.Struct, tag=True, frozen=True):
+    """A step of a run, when it is taken."""
+
+    id: int
+    step: dict[str, Any]
+
+
+class RunOver(msgspec.Struct, tag=True, frozen=True):
+    """What was asked of a run has been done. `data`: the bytes of a saved one."""
+
+    id: int
+    body: dict[str, Any]
+    data: bytes = b""
+
+
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """An ask has failed: the status of HTTP that says so, and the text of the error."""
 
@@ -148,8 +176,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     text: str
 
 
-ToEngine = Ask | ScoreAsk | Leave | Quit
-ToFront = Ready | Begun | Tokens | Over | ScoredTexts | Failed
+ToEngine = Ask | ScoreAsk | RunAsk | Leave | Quit
+ToFront = Ready | Begun | Tokens | Over | ScoredTexts | RunNews | RunOver | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 OF_FRONT: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

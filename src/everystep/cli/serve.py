@@ -155,6 +155,7 @@ def serve(
 
     given = {name: value for name, value in said.items() if value not in (None, [], {})}
     read = read_settings(settings, given)
+    read.book()
     read.front()  # what is wrong with it is said before anything is loaded
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     if not is_terminal(sys.stderr):

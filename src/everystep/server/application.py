@@ -22,16 +22,18 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from everystep._version import __version__
-from everystep.errors import CapacityError, EverystepError, RequestError
+from everystep.errors import CapacityError, EverystepError, OversizeError, RequestError
 from everystep.server.access import Hosts, Keys, key_of
 from everystep.server.answering import Head, StreamedAnswer, WholeAnswer, finite
 from everystep.server.asking import (
+    CALLER,
     Addressee,
     Caller,
     FrontModel,
     UnknownModelError,
     Wanted,
     addressee,
+    calling,
     read_chat,
     read_completion,
     read_score,
@@ -40,9 +42,11 @@ from everystep.server.asking import (
 from everystep.server.documents import openapi
 from everystep.server.fields import Json
 from everystep.server.inside import INSIDE
+from everystep.server.line import Place
 from everystep.server.link import EngineGone, EngineLink, News
 from everystep.server.messages import Begun, Failed, Likelihoods, Over, RowNews, ScoredTexts
 from everystep.server.metrics import ServerMetrics
+from everystep.server.quotas import QuotaError
 from everystep.server.routes import CHAT, COMPLETIONS, DETOKENIZE, SCORE, TOKENIZE, RouteTable
 
 log = logging.getLogger("everystep.server")
@@ -195,11 +199,14 @@ class Front:
 
         Leaving the iterator ends them all.
         """
+        places = wanted.places(calling())
+        for place in places:
+            self._require_possible(place)
         asks = wanted.asks([self.link.next_number() for _ in wanted.prompts])
         news: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
 
         async def pump(number: int) -> None:
-            async with aclosing(self.link.follow(asks[number])) as messages:
+            async with aclosing(self.link.follow(asks[number], places[number])) as messages:
                 async for message in messages:
                     news.put_nowait((number, message))
 
@@ -227,11 +234,35 @@ class Front:
     def _require_room(self, positions: int, asks: int) -> None:
         if not self.link.ready:
             raise HttpError(503, "the engine is being started", code="engine_starting", retry=2)
+        caller = calling()
+        if caller.background:  # how much of that there is, is bounded by who asks
+            return
         try:
+            self.link.book.require_tokens(caller.key, positions)
             self.link.require_room(positions, asks)
+        except OversizeError:
+            raise
+        except QuotaError as error:
+            raise HttpError(429, str(error), code="quota", retry=error.seconds) from error
         except CapacityError as error:
             self.metrics.rejections.inc()
             raise HttpError(429, str(error), code="queue_full", retry=self.link.pause()) from error
+
+    def _require_possible(self, place: Place) -> None:
+        """Raise OversizeError for what could wait forever and never begin."""
+        self.link.book.require_rows(place.owner, place.rows)
+        known = (
+            ("rows", place.rows, self.link.rows, "Lower n, best_of or num_beams"),
+            ("positions", place.positions + 1, self.link.positions, "Send a shorter prompt"),
+        )
+        for what, needed, most, do in known:
+            if most is not None and needed > most:
+                raise OversizeError(
+                    f"the request needs more {what} than the engine has",
+                    wanted=f"at most {most}",
+                    got=needed,
+                    do=do,
+                )
 
     def _count(self, to: Addressee, prompt: int, cached: int, completion: int) -> None:
         self.metrics.prompt.labels(to.name).inc(prompt)
@@ -550,6 +581,18 @@ class Responder:
     async def _race(self, exchange: Exchange) -> None:
         """Answer, and stop where the client goes first."""
         self._admit(exchange)
+        caller = exchange.caller
+        CALLER.set(caller)  # which tasks that begin here inherit
+        if exchange.request.method != "POST" or caller.background:
+            await self._answer_or_leave(exchange)
+            return
+        try:
+            with self._front.link.book.request(caller.key):
+                await self._answer_or_leave(exchange)
+        except QuotaError as error:
+            raise HttpError(429, str(error), code="quota", retry=error.seconds) from error
+
+    async def _answer_or_leave(self, exchange: Exchange) -> None:
         working = asyncio.ensure_future(self._answer(exchange))
         leaving = asyncio.create_task(exchange.left.wait())
         try:

@@ -6,6 +6,7 @@ import hashlib
 import re
 import secrets
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
 from everystep.config import ChatDefaults
@@ -22,6 +23,7 @@ from everystep.errors import (
     shown,
 )
 from everystep.server.fields import GENERATE, Json
+from everystep.server.line import Place
 from everystep.server.messages import Ask, ModelFacts, ScoreAsk
 from everystep.text import Tokenizer
 
@@ -61,9 +63,11 @@ class Addressee:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose request it is: the digest of its key, None where there are no keys."""
+    """Whose request it is: the digest of its key, None where there are no keys. `background`:
+    nobody waits for the answer."""
 
     key: str | None = None
+    background: bool = False
 
     def salt(self, own: str | None) -> str | None:
         """Return what requests must have in common to share rows: the key, and their own salt."""
@@ -72,13 +76,23 @@ class Caller:
         return hashlib.sha256(f"{self.key}\0{own or ''}".encode()).hexdigest()
 
 
+CALLER: ContextVar[Caller] = ContextVar("caller")
+"""The caller whose request this task answers."""
+_NOBODY = Caller()
+
+
+def calling() -> Caller:
+    """Return whose request this task answers; nobody's where it answers none."""
+    return CALLER.get(_NOBODY)
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """A request, read: what is asked of the engine, and the form of the answer.
 
     `prompts`: ids and text of each; `keywords`: those of `generate`; `n`: answers per prompt;
     `logprobs`: of how many best tokens, None for none; `nothing`: the prompt alone is wanted;
-    `dialogue`: what is asked of tools and thoughts.
+    `dialogue`: what is asked of tools and thoughts; `priority`: a lower one comes first.
     """
 
     to: Addressee
@@ -94,6 +108,14 @@ class Wanted:
     ids: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
     dialogue: Dialogue | None = None
+    priority: int = 0
+
+    def places(self, caller: Caller) -> list[Place]:
+        """Return the places in line of these asks."""
+        rows = rows_of(self.keywords)
+        tokens = self.n * int(self.keywords.get("max_new_tokens") or 0)
+        known = rows, self.priority, caller.background
+        return [Place(caller.key, len(ids), tokens, *known) for ids, _ in self.prompts]
 
     def asks(self, numbers: list[int]) -> list[Ask]:
         """Return what is asked of the engine, an ask per prompt."""
@@ -225,7 +247,14 @@ def _wanted(
         nothing,
         bool(given.get("return_token_ids")),
         renamed,
+        priority=given.get("priority", 0),
     )
+
+
+def rows_of(keywords: Mapping[str, Json]) -> int:
+    """Return how many rows of the engine a prompt needs at least."""
+    named = ("num_beams", "num_return_sequences", "best_of")
+    return max(int(keywords.get(name) or 1) for name in named)
 
 
 def _within_context(

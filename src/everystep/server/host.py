@@ -120,7 +120,8 @@ class EngineHost:
         self._loop = asyncio.get_running_loop()
         reader, self._writer = await asyncio.open_connection(sock=connection)
         facts = [one.facts(name) for name, one in self._models.items()]
-        self._send(Ready(facts, self._limits.max_rows, os.getpid()))
+        limits = self._limits
+        self._send(Ready(facts, limits.max_rows, os.getpid(), limits.max_positions))
         telling = asyncio.create_task(self._tell())
         telling.add_done_callback(lambda _: self._writer.close())  # a defect ends the connection
         try:

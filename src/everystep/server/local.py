@@ -19,6 +19,7 @@ from everystep.server.asking import FrontModel
 from everystep.server.host import EngineLimits, HostedModel
 from everystep.server.link import EngineLink, QueueLimits, ThreadMooring
 from everystep.server.listener import Listener
+from everystep.server.quotas import QuotaBook
 from everystep.server.service import ServedBeside, Service
 from everystep.text import Tokenizer
 
@@ -30,6 +31,7 @@ def serving(
     settings: FrontSettings | None = None,
     limits: EngineLimits | None = None,
     queue: QueueLimits | None = None,
+    quotas: QuotaBook | None = None,
     beside: ServedBeside | None = None,
     port: int = 0,
 ) -> Iterator[str]:
@@ -43,15 +45,16 @@ def serving(
         return {name: HostedModel(*one, own) for name, one in models.items()}
 
     fronts = {name: FrontModel(two, one.chat_defaults) for name, (one, two) in models.items()}
-    link = EngineLink(ThreadMooring(hosted, own), queue)
-    with listening(Service(Front(link, fronts, settings), beside), port) as bound:
+    link = EngineLink(ThreadMooring(hosted, own), queue, quotas)
+    with listening(Front(link, fronts, settings), port, beside) as bound:
         yield f"http://127.0.0.1:{bound}"
 
 
 @contextmanager
-def listening(service: Service, port: int = 0) -> Iterator[int]:
-    """Start a service and listen for it on loopback while the body runs; the value is the port.
-    Nothing is left afterwards."""
+def listening(front: Front, port: int = 0, beside: ServedBeside | None = None) -> Iterator[int]:
+    """Start the engine of a front and listen for it on loopback while the body runs; the value is
+    the port. Nothing is left afterwards. `beside`: what is served beside generating."""
+    service = Service(front, beside)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="everystep front", daemon=True)
     thread.start()

@@ -78,11 +78,13 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The engine has loaded its models and takes asks."""
+    """The engine has loaded its models and takes asks: rows at once, and positions, None for any
+    number."""
 
     models: list[ModelFacts]
     rows: int
     process: int
+    positions: int | None = None
 
 
 class Likelihoods(msgspec.Struct, frozen=True):

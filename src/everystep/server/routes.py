@@ -93,6 +93,12 @@ _BOTH = (
     WireField("stop_token_ids", listed(ID, 64), "Ids that end an answer, beside the model's own."),
     WireField("include_stop_str_in_output", FLAG, "Whether the text keeps what ended it.", "false"),
     WireField("ignore_eos", FLAG, "Whether the model's own ends end nothing.", "false"),
+    WireField(
+        "priority",
+        integer(-100, 100),
+        "Of requests that wait, those of a lower number of one key come first.",
+        "0",
+    ),
     WireField("return_token_ids", FLAG, "Whether choices have the ids of their tokens.", "false"),
 )
 
@@ -225,7 +231,7 @@ _ID = WireField("ids", IDS, "The ids.")
 _TEXT = WireField("text", TEXT, "A text, in place of ids.")
 _RUN = "/v1/everystep/runs"
 _ALONE = (
-    *("stream", "stream_options", "return_token_ids"),
+    *("stream", "stream_options", "return_token_ids", "priority"),
     *(
         one.name
         for one in GENERATE

@@ -41,7 +41,7 @@ class Service:
         front = self.front
 
         def ask(owner: str | None) -> AskLine:
-            return asking(front.application, Caller(owner))
+            return asking(front.application, Caller(owner, background=True))
 
         return BatchDesk(folder, FileStore(folder), ask, lambda: width(front.link), BATCHED)
 

@@ -61,7 +61,7 @@ async def serve(settings: ServeSettings, tell: Callable[[str, str], None]) -> No
         for name, source in sources.items()
     }
     listening = bound(settings)
-    link = EngineLink(ProcessMooring(settings.orders(sources)), settings.queue())
+    link = EngineLink(ProcessMooring(settings.orders(sources)), settings.queue(), settings.book())
     front = Front(link, fronts, front_settings)
     service = Service(front, settings.beside())
     stopping = asyncio.Event()

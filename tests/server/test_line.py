@@ -14,7 +14,7 @@ import pytest
 from everystep.errors import CapacityError, OversizeError, RequestError
 from everystep.server.access import Keys, digest_of, read_keys
 from everystep.server.application import FrontSettings
-from everystep.server.line import Line, Place
+from everystep.server.line import LinePlace, WaitingLine
 from everystep.server.link import EngineLink, QueueLimits
 from everystep.server.messages import Ask
 from everystep.server.quotas import Quota, QuotaBook, QuotaError, read_key_quotas
@@ -33,12 +33,12 @@ class Clock:
         return self.now
 
 
-def lined(book: QuotaBook | None = None) -> tuple[Line, Clock]:
+def lined(book: QuotaBook | None = None) -> tuple[WaitingLine, Clock]:
     clock = Clock()
-    return Line(book, clock), clock
+    return WaitingLine(book, clock), clock
 
 
-def order(line: Line, rows: int = 1, made: int = 0) -> list[int]:
+def order(line: WaitingLine, rows: int = 1, made: int = 0) -> list[int]:
     """Everybody who waits, in the order in which they begin, each over before the next."""
     found: list[int] = []
     while begun := line.begin(rows):
@@ -54,18 +54,18 @@ def order(line: Line, rows: int = 1, made: int = 0) -> list[int]:
 def test_of_one_key_a_lower_number_comes_first_and_age_counts() -> None:
     line, clock = lined()
     for number, priority in enumerate((0, 5, -3, 0)):
-        line.enter(number, Place(priority=priority))
+        line.enter(number, LinePlace(priority=priority))
         clock.now += 1
     clock.now += 40
-    line.enter(4, Place(priority=-3))
+    line.enter(4, LinePlace(priority=-3))
     assert order(line) == [2, 0, 3, 1, 4], "what came 40 s later does not go before old ones"
 
 
 def test_nothing_waits_for_ever_behind_a_stream_of_lower_numbers() -> None:
     line, clock = lined()
-    line.enter(0, Place(priority=100))
+    line.enter(0, LinePlace(priority=100))
     for number in range(1, 2000):
-        line.enter(number, Place(priority=-100))
+        line.enter(number, LinePlace(priority=-100))
         begun = line.begin(1)
         for one in begun:
             line.leave(one)
@@ -80,7 +80,7 @@ def test_keys_have_shares_of_tokens_and_not_of_requests() -> None:
     sizes = {"a": 100, "b": 10, "c": 50}
     for number in range(3000):
         owner = "abc"[number % 3]
-        line.enter(number, Place(owner, positions=sizes[owner] // 2, tokens=sizes[owner] // 2))
+        line.enter(number, LinePlace(owner, positions=sizes[owner] // 2, tokens=sizes[owner] // 2))
     had: Counter[str] = Counter()
     for _ in range(300):
         (number, *others) = line.begin(1)
@@ -96,9 +96,9 @@ def test_keys_have_shares_of_tokens_and_not_of_requests() -> None:
 def test_a_key_that_sends_a_thousand_does_not_keep_one_waiting() -> None:
     line, _ = lined()
     for number in range(1000):
-        line.enter(number, Place("a", positions=10, tokens=10))
+        line.enter(number, LinePlace("a", positions=10, tokens=10))
     first = line.begin(4)
-    line.enter(1000, Place("b", positions=10, tokens=10))
+    line.enter(1000, LinePlace("b", positions=10, tokens=10))
     for number in first:
         line.leave(number, 10)
     assert 1000 in line.begin(4)[:2]
@@ -107,10 +107,10 @@ def test_a_key_that_sends_a_thousand_does_not_keep_one_waiting() -> None:
 def test_whoever_was_away_has_saved_nothing_up() -> None:
     line, _ = lined()
     for number in range(100):
-        line.enter(number, Place("a", positions=10))
+        line.enter(number, LinePlace("a", positions=10))
     assert len(order(line)) == 100
     for number in range(100, 200):
-        line.enter(number, Place("b" if number % 2 else "a", positions=10))
+        line.enter(number, LinePlace("b" if number % 2 else "a", positions=10))
     begun = order(line)
     in_ten = Counter("b" if number % 2 else "a" for number in begun[:10])
     assert in_ten == {"a": 5, "b": 5}
@@ -120,7 +120,7 @@ def test_what_was_not_made_is_given_back() -> None:
     line, _ = lined()
     for number in range(400):
         owner = "ab"[number % 2]
-        line.enter(number, Place(owner, tokens=1000 if owner == "a" else 10))
+        line.enter(number, LinePlace(owner, tokens=1000 if owner == "a" else 10))
     begun = order(line, made=10)  # those of `a` asked for much, and got as little
     halves = Counter(number % 2 for number in begun[:200])
     assert abs(halves[0] - halves[1]) <= 4, halves
@@ -129,18 +129,18 @@ def test_what_was_not_made_is_given_back() -> None:
 def test_what_nobody_waits_for_comes_last_and_leaves_rows_free() -> None:
     line, clock = lined()
     for number in range(20):
-        line.enter(number, Place("a", background=True))
+        line.enter(number, LinePlace("a", background=True))
     assert len(line.begin(8)) == 6, "a quarter of the rows is left"
-    line.enter(20, Place("a"))
-    line.enter(21, Place("b"))
+    line.enter(20, LinePlace("a"))
+    line.enter(21, LinePlace("b"))
     assert line.begin(8) == [20, 21]
     for number in (0, 20, 21):
         line.leave(number)
     for number in range(22, 26):
-        line.enter(number, Place("b"))
+        line.enter(number, LinePlace("b"))
     assert set(line.begin(8)) == {22, 23, 24, 25, 6}, "people first, then one of the others"
     clock.now += 100
-    line.enter(40, Place("a"))
+    line.enter(40, LinePlace("a"))
     line.leave(1)
     line.leave(22)
     assert 7 in line.begin(8), "what has waited long is like everything else"
@@ -151,7 +151,7 @@ def test_rows_of_a_key_and_of_the_engine_are_not_exceeded() -> None:
     book = QuotaBook(own={"a": Quota(rows=3)})
     line, _ = lined(book)
     places = {
-        number: Place("ab"[number % 2], rows=rng.randint(1, 3), positions=rng.randint(1, 50))
+        number: LinePlace("ab"[number % 2], rows=rng.randint(1, 3), positions=rng.randint(1, 50))
         for number in range(300)
     }
     for number, place in places.items():
@@ -292,7 +292,7 @@ def test_the_line_is_bounded_by_ids_of_prompts_too() -> None:
 
         async def follow(number: int, size: int) -> None:
             ask = Ask(number, "tiny", [7] * size, {"max_new_tokens": 400, "eos_token_id": None})
-            async for _ in link.follow(ask, Place(positions=size, tokens=400, rows=16)):
+            async for _ in link.follow(ask, LinePlace(positions=size, tokens=400, rows=16)):
                 pass
 
         tasks = []

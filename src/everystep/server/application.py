@@ -42,7 +42,7 @@ from everystep.server.asking import (
 from everystep.server.documents import openapi
 from everystep.server.fields import Json
 from everystep.server.inside import INSIDE
-from everystep.server.line import Place
+from everystep.server.line import LinePlace
 from everystep.server.link import EngineGone, EngineLink, News
 from everystep.server.messages import Begun, Failed, Likelihoods, Over, RowNews, ScoredTexts
 from everystep.server.metrics import ServerMetrics
@@ -248,7 +248,7 @@ class Front:
             self.metrics.rejections.inc()
             raise HttpError(429, str(error), code="queue_full", retry=self.link.pause()) from error
 
-    def _require_possible(self, place: Place) -> None:
+    def _require_possible(self, place: LinePlace) -> None:
         """Raise OversizeError for what could wait forever and never begin."""
         self.link.book.require_rows(place.owner, place.rows)
         known = (

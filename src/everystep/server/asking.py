@@ -23,7 +23,7 @@ from everystep.errors import (
     shown,
 )
 from everystep.server.fields import GENERATE, Json
-from everystep.server.line import Place
+from everystep.server.line import LinePlace
 from everystep.server.messages import Ask, ModelFacts, ScoreAsk
 from everystep.text import Tokenizer
 
@@ -110,12 +110,12 @@ class Wanted:
     dialogue: Dialogue | None = None
     priority: int = 0
 
-    def places(self, caller: Caller) -> list[Place]:
+    def places(self, caller: Caller) -> list[LinePlace]:
         """Return the places in line of these asks."""
         rows = rows_of(self.keywords)
         tokens = self.n * int(self.keywords.get("max_new_tokens") or 0)
         known = rows, self.priority, caller.background
-        return [Place(caller.key, len(ids), tokens, *known) for ids, _ in self.prompts]
+        return [LinePlace(caller.key, len(ids), tokens, *known) for ids, _ in self.prompts]
 
     def asks(self, numbers: list[int]) -> list[Ask]:
         """Return what is asked of the engine, an ask per prompt."""

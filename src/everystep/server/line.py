@@ -24,8 +24,8 @@ _PATIENCE = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What an ask is in the line: whose it is, and what it needs.
+class LinePlace:
+    """The place of an ask in the line: whose it is, and what it needs.
 
     `positions`: ids of its prompt; `tokens`: new ones at most; `rows`: at least. `priority`: a
     lower one comes first. `background`: nobody waits for it.
@@ -45,12 +45,12 @@ class Place:
 
 
 @dataclass(slots=True)
-class _Waiting:
-    place: Place
+class _InLine:
+    place: LinePlace
     since: float
 
 
-class Line:
+class WaitingLine:
     """The asks of one model that wait, and those that the engine has.
 
     `book`: what keys may use and use.
@@ -61,8 +61,8 @@ class Line:
     ) -> None:
         self.book, self._clock = book or QuotaBook(), clock
         self._heaps: dict[tuple[bool, str | None], list[tuple[float, int]]] = {}
-        self._waiting: dict[int, _Waiting] = {}
-        self._begun: dict[int, Place] = {}
+        self._waiting: dict[int, _InLine] = {}
+        self._begun: dict[int, LinePlace] = {}
         self._charged: dict[int, float] = {}  # tokens that each who has begun is expected to make
         self._usual = 64.0  # tokens of an ask, the mean of the last ones
         self._counters: dict[tuple[bool, str | None], float] = {}
@@ -86,7 +86,7 @@ class Line:
         """The number of asks that wait, and that somebody waits for."""
         return sum(not one.place.background for one in self._waiting.values())
 
-    def enter(self, number: int, place: Place) -> None:
+    def enter(self, number: int, place: LinePlace) -> None:
         """Wait from now on."""
         active = self._active()
         if place.flow not in active:
@@ -94,7 +94,7 @@ class Line:
             least = min((self._counters.get(one, 0.0) for one in active), default=0.0)
             self._counters[place.flow] = max(self._counters.get(place.flow, 0.0), least)
         now = self._clock()
-        self._waiting[number] = _Waiting(place, now)
+        self._waiting[number] = _InLine(place, now)
         turn = now + place.priority * _AGEING
         heapq.heappush(self._heaps.setdefault(place.flow, []), (turn, number))
 
@@ -143,12 +143,12 @@ class Line:
             best = key if best is None else min(best, key)
         return None if best is None else best[3]
 
-    def _leaves_rows(self, place: Place, rows: int) -> bool:
+    def _leaves_rows(self, place: LinePlace, rows: int) -> bool:
         """Return whether so much that nobody waits for leaves a quarter of the rows to others."""
         used = sum(one.rows for one in self._begun.values() if one.background)
         return not used or used + place.rows <= rows - rows // 4
 
-    def _cost(self, place: Place, tokens: float) -> float:
+    def _cost(self, place: LinePlace, tokens: float) -> float:
         return tokens / self.book.of(place.owner).weight
 
     def _active(self) -> set[tuple[bool, str | None]]:

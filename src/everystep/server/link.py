@@ -25,7 +25,7 @@ import msgspec
 from everystep.errors import CapacityError, EverystepError, FormatError
 from everystep.server.engine_process import EngineOrders
 from everystep.server.host import EngineLimits, HostedModel, serve_connection
-from everystep.server.line import Line, Place
+from everystep.server.line import LinePlace, WaitingLine
 from everystep.server.messages import (
     OF_ENGINE,
     Ask,
@@ -196,7 +196,7 @@ class EngineLink:
     ) -> None:
         self._mooring, self._limits = mooring, limits or QueueLimits()
         self.book = book or QuotaBook()
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, WaitingLine] = {}
         self._asking: dict[int, Asking] = {}
         self._number = 0
         self._writer: asyncio.StreamWriter | None = None
@@ -276,7 +276,9 @@ class EngineLink:
             wanted = f"at most {self._limits.positions} tokens"
             raise CapacityError("too many prompts wait", wanted=wanted, got=line + positions)
 
-    async def follow(self, ask: AnyAsk, place: Place | None = None) -> AsyncGenerator[News, None]:
+    async def follow(
+        self, ask: AnyAsk, place: LinePlace | None = None
+    ) -> AsyncGenerator[News, None]:
         """Yield what becomes of an ask, `Over`, `ScoredTexts`, `RunOver` or `Failed` last.
 
         A prompt waits in line, at its place. Leaving the iterator ends the ask.
@@ -284,8 +286,8 @@ class EngineLink:
         one = self._asking[ask.id] = Asking(ask, waiting=not isinstance(ask, RunAsk))
         try:
             if isinstance(ask, Ask):
-                line = self._lines.setdefault(ask.model, Line(self.book))
-                line.enter(ask.id, place or Place(positions=len(ask.prompt)))
+                line = self._lines.setdefault(ask.model, WaitingLine(self.book))
+                line.enter(ask.id, place or LinePlace(positions=len(ask.prompt)))
                 self._advance(line)
             else:
                 one.sent = True
@@ -301,7 +303,7 @@ class EngineLink:
                     self._send(Leave(ask.id))
                 self._leave_line(one, one.made)
 
-    def _advance(self, line: Line) -> None:
+    def _advance(self, line: WaitingLine) -> None:
         """Let those begin whose turn it is, where an engine is there."""
         if self._writer is None:
             return

@@ -163,7 +163,7 @@ class RunNews(msgspec.Struct, tag=True, frozen=True):
 
 
 class RunOver(msgspec.Struct, tag=True, frozen=True):
-    """What was asked of a run has been done. `data`: the bytes of a saved one."""
+    """The end of what was asked of a run. `data`: the bytes of a saved one."""
 
     id: int
     body: dict[str, Any]

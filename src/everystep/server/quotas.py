@@ -15,7 +15,7 @@ from everystep.errors import CapacityError, OversizeError, RequestError
 
 
 class Quota(msgspec.Struct, frozen=True):
-    """What a key may use; None is any number. `weight`: its share beside those of other keys."""
+    """The most that a key may use; None is any number. `weight`: its share beside other keys."""
 
     requests: int | None = None
     tokens_per_minute: int | None = None
@@ -32,7 +32,7 @@ class QuotaError(CapacityError):
 
 
 class QuotaBook:
-    """What keys use of their quotas. `own`: those of keys by digest; `usual`: of all others."""
+    """The use that keys make of their quotas. `own`: by digest; `usual`: that of all others."""
 
     def __init__(
         self,

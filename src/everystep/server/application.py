@@ -23,12 +23,14 @@ from everystep.server.access import key_of
 from everystep.server.answering import Head, Streamed, finite
 from everystep.server.anthropic_wire import ANTHROPIC_FORM, count_tokens
 from everystep.server.asking import (
+    CALLER,
     Addressee,
     Caller,
     FrontModel,
     UnknownModelError,
     Wanted,
     addressee,
+    calling,
     read_messages,
     read_score,
     rendered_text,
@@ -44,9 +46,12 @@ from everystep.server.exchange import (
     WireForm,
 )
 from everystep.server.fields import Json
+from everystep.server.inside import INSIDE
+from everystep.server.line import LinePlace
 from everystep.server.link import EngineGone, EngineLink, News
 from everystep.server.messages import Begun, Failed, Likelihoods, Over, RowNews, ScoredTexts
 from everystep.server.metrics import ServerMetrics
+from everystep.server.quotas import QuotaError
 from everystep.server.responses_wire import KeptResponses, count_input_tokens
 from everystep.server.routes import (
     APPLY_TEMPLATE,
@@ -57,7 +62,7 @@ from everystep.server.routes import (
     TOKENIZE,
     RouteTable,
 )
-from everystep.server.services import Service, services
+from everystep.server.services import GeneratingRoute, generating_routes
 
 log = logging.getLogger("everystep.server")
 
@@ -94,7 +99,7 @@ class Front:
             return Route(path, Responder(self, answer), methods=["GET"])
 
         return [
-            *(self._generating(one) for one in services(self.kept)),
+            *(self._generating(one) for one in generating_routes(self.kept)),
             post(COUNT_TOKENS.path, self._count_tokens, ANTHROPIC_FORM),
             post(INPUT_TOKENS.path, self._input_tokens),
             get("/v1/responses/{id}", self._show_response),
@@ -114,16 +119,20 @@ class Front:
             Route("/{rest:path}", Responder(self, _nowhere), methods=[*_METHODS]),
         ]
 
-    def _generating(self, service: Service) -> Route:
+    def _generating(self, service: GeneratingRoute) -> Route:
         async def answer(exchange: Exchange) -> None:
             await self._generate(exchange, service)
 
         responder = Responder(self, answer, service.form)
         return Route(service.route.path, responder, methods=["POST"])
 
+    def add(self, routes: Iterable[Route]) -> None:
+        """Serve further routes."""
+        self.application.router.routes[-1:-1] = routes  # the last one is for what has no route
+
     # --- generating -------------------------------------------------------------------------------
 
-    async def _generate(self, exchange: Exchange, service: Service) -> None:
+    async def _generate(self, exchange: Exchange, service: GeneratingRoute) -> None:
         given, to = await self._read(exchange, service.route)
         if self.settings.deadline is not None:
             given["timeout"] = min(given.get("timeout", 1e9), self.settings.deadline)
@@ -190,11 +199,14 @@ class Front:
 
         Leaving the iterator ends them all.
         """
+        places = wanted.places(calling())
+        for place in places:
+            self._require_possible(place)
         asks = wanted.asks([self.link.next_number() for _ in wanted.prompts])
         news: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
 
         async def pump(number: int) -> None:
-            async with aclosing(self.link.follow(asks[number])) as messages:
+            async with aclosing(self.link.follow(asks[number], places[number])) as messages:
                 async for message in messages:
                     news.put_nowait((number, message))
 
@@ -221,12 +233,36 @@ class Front:
 
     def _require_room(self, positions: int, asks: int) -> None:
         if not self.link.ready:
-            raise HttpError(503, "the engine is being started", retry=2)
+            raise HttpError(503, "the engine is being started", code="engine_starting", retry=2)
+        caller = calling()
+        if caller.background:  # how much of that there is, is bounded by who asks
+            return
         try:
+            self.link.book.require_tokens(caller.key, positions)
             self.link.require_room(positions, asks)
+        except OversizeError:
+            raise
+        except QuotaError as error:
+            raise HttpError(429, str(error), code="quota", retry=error.seconds) from error
         except CapacityError as error:
             self.metrics.rejections.inc()
             raise HttpError(429, str(error), code="queue_full", retry=self.link.pause()) from error
+
+    def _require_possible(self, place: LinePlace) -> None:
+        """Raise OversizeError for what could wait forever and never begin."""
+        self.link.book.require_rows(place.owner, place.rows)
+        known = (
+            ("rows", place.rows, self.link.rows, "Lower n, best_of or num_beams"),
+            ("positions", place.positions + 1, self.link.positions, "Send a shorter prompt"),
+        )
+        for what, needed, most, do in known:
+            if most is not None and needed > most:
+                raise OversizeError(
+                    f"the request needs more {what} than the engine has",
+                    wanted=f"at most {most}",
+                    got=needed,
+                    do=do,
+                )
 
     def _count(self, to: Addressee, prompt: int, cached: int, completion: int) -> None:
         self.metrics.prompt.labels(to.name).inc(prompt)
@@ -241,7 +277,7 @@ class Front:
         exchange.names += tuple(one.name for one in route.fields.values() if one.required)
         given = await asyncio.to_thread(route.read, body) if exchange.is_long else route.read(body)
         if not self.link.models:
-            raise HttpError(503, "the engine is being started", retry=2)
+            raise HttpError(503, "the engine is being started", code="engine_starting", retry=2)
         return given, addressee(given.get("model"), self.link.models, self.models)
 
     # --- beside generating ------------------------------------------------------------------------
@@ -443,6 +479,18 @@ class Responder:
     async def _race(self, exchange: Exchange) -> None:
         """Answer, and stop where the client goes first."""
         self._admit(exchange)
+        caller = exchange.caller
+        CALLER.set(caller)  # which tasks that begin here inherit
+        if exchange.request.method != "POST" or caller.background:
+            await self._answer_or_leave(exchange)
+            return
+        try:
+            with self._front.link.book.request(caller.key):
+                await self._answer_or_leave(exchange)
+        except QuotaError as error:
+            raise HttpError(429, str(error), code="quota", retry=error.seconds) from error
+
+    async def _answer_or_leave(self, exchange: Exchange) -> None:
         working = asyncio.ensure_future(self._answer(exchange))
         leaving = asyncio.create_task(exchange.left.wait())
         try:
@@ -458,6 +506,9 @@ class Responder:
 
     def _admit(self, exchange: Exchange) -> None:
         settings, headers = self._front.settings, exchange.request.headers
+        if (inside := exchange.request.scope.get(INSIDE)) is not None:
+            exchange.caller = inside
+            return
         if not settings.hosts.accepts(headers.get("host", "")):
             raise HttpError(
                 403, "The Host header names another server. Allow it with --allow-host."
@@ -472,7 +523,7 @@ class Responder:
                 raise HttpError(401, "There is no such key.", code="invalid_api_key")
             exchange.caller = Caller(owner)
         if self._front.draining and exchange.request.method == "POST":
-            raise HttpError(503, "The server is being stopped.", retry=5)
+            raise HttpError(503, "The server is being stopped.", code="draining", retry=5)
 
     async def _refuse(self, exchange: Exchange, error: HttpError) -> None:
         if exchange.status:  # too late: what was sent stands

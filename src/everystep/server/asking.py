@@ -6,6 +6,7 @@ import hashlib
 import re
 import secrets
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from everystep.errors import (
     shown,
 )
 from everystep.server.fields import GENERATE, Json
+from everystep.server.line import LinePlace
 from everystep.server.messages import Ask, ModelFacts, ScoreAsk
 from everystep.text import Tokenizer
 
@@ -62,15 +64,27 @@ class Addressee:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose request it is: the digest of its key, None where there are no keys."""
+    """Whose request it is: the digest of its key, None where there are no keys. `background`:
+    nobody waits for the answer."""
 
     key: str | None = None
+    background: bool = False
 
     def salt(self, own: str | None) -> str | None:
         """Return what requests must have in common to share rows: the key, and their own salt."""
         if self.key is None:
             return own
         return hashlib.sha256(f"{self.key}\0{own or ''}".encode()).hexdigest()
+
+
+CALLER: ContextVar[Caller] = ContextVar("caller")
+"""The caller whose request this task answers."""
+_NOBODY = Caller()
+
+
+def calling() -> Caller:
+    """Return whose request this task answers; nobody's where it answers none."""
+    return CALLER.get(_NOBODY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +95,8 @@ class Wanted:
     `logprobs`: of how many best tokens, None for none; `nothing`: the prompt alone is wanted;
     `dialogue`: what is asked of tools and thoughts. `cut`: the context ends an answer before the
     length that was asked for. `said`: fields of the body that its answer repeats or keeps.
-    `pools`: how hidden states become vectors, where these are wanted.
+    `pools`: how hidden states become vectors, where these are wanted. `priority`: a lower one comes
+    first.
     """
 
     to: Addressee
@@ -101,6 +116,14 @@ class Wanted:
     caller: Caller = field(default_factory=Caller)
     said: Mapping[str, Json] = field(default_factory=dict)
     pools: str | None = None
+    priority: int = 0
+
+    def places(self, caller: Caller) -> list[LinePlace]:
+        """Return the places in line of these asks."""
+        rows = rows_of(self.keywords)
+        tokens = self.n * int(self.keywords.get("max_new_tokens") or 0)
+        known = rows, self.priority, caller.background
+        return [LinePlace(caller.key, len(ids), tokens, *known) for ids, _ in self.prompts]
 
     def asks(self, numbers: list[int]) -> list[Ask]:
         """Return what is asked of the engine, an ask per prompt."""
@@ -267,7 +290,14 @@ def _wanted(
         bool(given.get("return_token_ids")),
         renamed,
         cut=within.get("max_new_tokens") != keywords.get("max_new_tokens"),
+        priority=given.get("priority", 0),
     )
+
+
+def rows_of(keywords: Mapping[str, Json]) -> int:
+    """Return how many rows of the engine a prompt needs at least."""
+    named = ("num_beams", "num_return_sequences", "best_of")
+    return max(int(keywords.get(name) or 1) for name in named)
 
 
 def _within_context(
@@ -492,6 +522,49 @@ def read_inputs(
     prompts = tuple(_ids(one, to) for one in (inputs if several else [inputs]))
     wanted = _wanted({}, to, prompts, keywords, {}, None)
     return replace(wanted, said=given, pools=pools)
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def read_open(given: Mapping[str, Json], to: Addressee, caller: Caller) -> dict[str, Json]:
+    """Return what a body of /v1/everystep/runs opens: a model, ids and keywords."""
+    prompt, messages = given.get("prompt"), given.get("messages")
+    if (prompt is None) == (messages is None):
+        raise RequestError("one of prompt and messages is wanted", do="Send one of them")
+    if prompt is not None:
+        ids = _ids(prompt, to)[0]
+    else:
+        ids = render(messages or [], to.front, begins=given.get("add_generation_prompt", True))
+    if any(one >= to.facts.vocabulary for one in ids):
+        wanted = f"0 to {to.facts.vocabulary - 1}"
+        raise RequestError("the prompt has ids beyond the vocabulary", wanted=wanted)
+    keywords, _ = _keywords(given, to, caller)
+    if given.get("logprobs") is not None:
+        keywords["logprobs"] = given["logprobs"]
+    within = _within_context(keywords, len(ids), to.facts.context, fits=False)
+    opened = {"model": to.model, "prompt": ids, "keywords": dict(within)}
+    return {**opened, "in_chat": messages is not None}
+
+
+def read_changes(given: Mapping[str, Json], to: Addressee) -> dict[str, Json]:
+    """Return the keywords that are set in a run; those of the fields that a body has, no others."""
+    found, _ = _keywords(given, to, Caller())
+    if "seed" not in given:
+        del found["seed"]
+    found.pop("adapter_names", None)
+    found.pop("trim_stop_strings", None)
+    return found
+
+
+def read_ids(given: Mapping[str, Json], to: Addressee) -> list[int]:
+    """Return the ids of what is sent into a run: `ids`, or those of `text`."""
+    text, ids = given.get("text"), given.get("ids")
+    if (text is None) == (ids is None):
+        raise RequestError("one of text and ids is wanted", do="Send one of them")
+    if text is None:
+        return [*(ids or ())]
+    return list(to.front.tokenizer.encode(text, add_special_tokens=False))
 
 
 # --- scores ---------------------------------------------------------------------------------------

@@ -174,24 +174,31 @@ class Exchange:
 
     async def _bytes(self) -> bytes:
         """Return the bytes of the body, which come soon enough and are not too many."""
-        settings = self._settings
-        declared = self.request.headers.get("content-length", "0")
-        if declared.isdigit() and int(declared) > settings.body_bytes:
-            raise HttpError(413, f"The body is longer than {settings.body_bytes} bytes.")
         found = bytearray()
+        async for piece in self.pieces(self._settings.body_bytes):
+            found += piece
+        return bytes(found)
+
+    async def pieces(self, most: int) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes of the body, which come soon enough and are at most so many."""
+        size, declared = 0, self.request.headers.get("content-length", "0")
+        if declared.isdigit() and int(declared) > most:
+            raise HttpError(413, f"The body is longer than {most} bytes.")
         while True:
             try:
-                async with asyncio.timeout(settings.body_seconds):
+                async with asyncio.timeout(self._settings.body_seconds):
                     message = await self._receive()
             except TimeoutError:
                 raise HttpError(408, "The body comes too slowly.", code="slow_body") from None
             if message["type"] == "http.disconnect":
                 raise Gone
-            found += message.get("body", b"")
-            if len(found) > settings.body_bytes:
-                raise HttpError(413, f"The body is longer than {settings.body_bytes} bytes.")
+            piece = message.get("body", b"")
+            size += len(piece)
+            if size > most:
+                raise HttpError(413, f"The body is longer than {most} bytes.")
+            yield piece
             if not message.get("more_body"):
-                return bytes(found)
+                return
 
     async def _listen(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -32,6 +33,7 @@ from everystep.errors import (
 )
 from everystep.outputs import TokenLogprobs
 from everystep.requests.options import Options
+from everystep.server.hosted_runs import HostedRuns
 from everystep.server.messages import (
     OF_FRONT,
     Ask,
@@ -45,6 +47,7 @@ from everystep.server.messages import (
     Quit,
     Ready,
     RowNews,
+    RunAsk,
     ScoreAsk,
     ScoredTexts,
     ToEngine,
@@ -116,13 +119,16 @@ class EngineHost:
         self._under: dict[int, _Under] = {}
         self._noticed = asyncio.Event()
         self._scoring = ThreadPoolExecutor(1, "everystep scores")
+        self._runs = HostedRuns({name: (m.model, m.tokenizer) for name, m in models.items()})
+        self._running: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self, connection: socket.socket) -> None:
         """Answer asks until the front says so, or is gone; nothing is left inside then."""
         self._loop = asyncio.get_running_loop()
         reader, self._writer = await asyncio.open_connection(sock=connection)
         facts = [one.facts(name) for name, one in self._models.items()]
-        self._send(Ready(facts, self._limits.max_rows, os.getpid()))
+        limits = self._limits
+        self._send(Ready(facts, limits.max_rows, os.getpid(), limits.max_positions))
         telling = asyncio.create_task(self._tell())
         telling.add_done_callback(lambda _: self._writer.close())  # a defect ends the connection
         try:
@@ -138,18 +144,25 @@ class EngineHost:
             for under in self._under.values():
                 under.one.leave()
             self._scoring.shutdown(wait=False, cancel_futures=True)
+            for task in self._running.values():
+                task.cancel()
+            await asyncio.to_thread(self._runs.close)
             await asyncio.gather(*(asyncio.to_thread(m.desk.join) for m in self._models.values()))
             self._writer.close()
 
     # --- in ---------------------------------------------------------------------------------------
 
-    def _take(self, message: Ask | ScoreAsk | Leave) -> None:
+    def _take(self, message: Ask | ScoreAsk | RunAsk | Leave) -> None:
         match message:
             case Ask():
                 self._submit(message)
             case ScoreAsk():
                 self._loop.run_in_executor(self._scoring, self._score, message)
+            case RunAsk():
+                self._running[message.id] = asyncio.create_task(self._carry_out(message))
             case Leave():
+                if (task := self._running.get(message.id)) is not None:
+                    task.cancel()
                 if (under := self._under.pop(message.id, None)) is not None:
                     under.one.leave()
             case _:
@@ -196,6 +209,17 @@ class EngineHost:
         except Exception as error:
             message = failed(ask.id, error)
         self._loop.call_soon_threadsafe(self._send, message)
+
+    async def _carry_out(self, ask: RunAsk) -> None:
+        """Do something to a run, a step at a time, between steps of other runs."""
+        try:
+            async with aclosing(self._runs.carry_out(ask)) as messages:
+                async for message in messages:
+                    self._send(message)
+        except Exception as error:
+            self._send(failed(ask.id, error))
+        finally:
+            self._running.pop(ask.id, None)
 
     # --- out --------------------------------------------------------------------------------------
 

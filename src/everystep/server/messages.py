@@ -44,6 +44,19 @@ class ScoreAsk(msgspec.Struct, tag=True, frozen=True):
     adapter: str | None = None
 
 
+class RunAsk(msgspec.Struct, tag=True, frozen=True):
+    """Something that is to be done to a run, by its name in `everystep.Run`, with what it is given.
+
+    `run`: the name of the run; `data`: the bytes of a saved one.
+    """
+
+    id: int
+    run: str
+    verb: str
+    given: dict[str, Any] = {}
+    data: bytes = b""
+
+
 class Leave(msgspec.Struct, tag=True, frozen=True):
     """Nobody waits for this ask any more."""
 
@@ -67,11 +80,13 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The engine has loaded its models and takes asks."""
+    """The engine has loaded its models and takes asks: rows at once, and positions, None for any
+    number."""
 
     models: list[ModelFacts]
     rows: int
     process: int
+    positions: int | None = None
 
 
 class Likelihoods(msgspec.Struct, frozen=True):
@@ -143,6 +158,21 @@ class ScoredTexts(msgspec.Struct, tag=True, frozen=True):
     rows: list[Likelihoods]
 
 
+class RunNews(msgspec.Struct, tag=True, frozen=True):
+    """A step of a run, when it is taken."""
+
+    id: int
+    step: dict[str, Any]
+
+
+class RunOver(msgspec.Struct, tag=True, frozen=True):
+    """The end of what was asked of a run. `data`: the bytes of a saved one."""
+
+    id: int
+    body: dict[str, Any]
+    data: bytes = b""
+
+
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """An ask has failed: the status of HTTP that says so, and the text of the error."""
 
@@ -151,8 +181,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     text: str
 
 
-ToEngine = Ask | ScoreAsk | Leave | Quit
-ToFront = Ready | Begun | Tokens | Over | ScoredTexts | Failed
+ToEngine = Ask | ScoreAsk | RunAsk | Leave | Quit
+ToFront = Ready | Begun | Tokens | Over | ScoredTexts | RunNews | RunOver | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 OF_FRONT: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -28,7 +28,7 @@ from everystep.server.routes import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RES
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class GeneratingRoute:
     """A route that generates. `prefix`: what ids of its answers begin with."""
 
     route: RouteTable
@@ -39,13 +39,17 @@ class Service:
     streamed: Callable[[Wanted, Head], Streamed] | None = None
 
 
-def services(kept: KeptResponses) -> tuple[Service, ...]:
+def generating_routes(kept: KeptResponses) -> tuple[GeneratingRoute, ...]:
     """Return the routes that generate; `kept`: where responses are kept."""
     return (
-        Service(COMPLETIONS, OPENAI_FORM, "cmpl-", read_completion, WholeAnswer, StreamedAnswer),
-        Service(CHAT, OPENAI_FORM, "chatcmpl-", read_chat, WholeAnswer, StreamedAnswer),
-        Service(MESSAGES, ANTHROPIC_FORM, "msg_", read_message_body, WholeMessage, StreamedMessage),
-        Service(
+        GeneratingRoute(
+            COMPLETIONS, OPENAI_FORM, "cmpl-", read_completion, WholeAnswer, StreamedAnswer
+        ),
+        GeneratingRoute(CHAT, OPENAI_FORM, "chatcmpl-", read_chat, WholeAnswer, StreamedAnswer),
+        GeneratingRoute(
+            MESSAGES, ANTHROPIC_FORM, "msg_", read_message_body, WholeMessage, StreamedMessage
+        ),
+        GeneratingRoute(
             RESPONSES,
             RESPONSES_FORM,
             "resp_",
@@ -53,5 +57,5 @@ def services(kept: KeptResponses) -> tuple[Service, ...]:
             partial(WholeResponse, kept=kept),
             partial(StreamedResponse, kept=kept),
         ),
-        Service(EMBEDDINGS, OPENAI_FORM, "embd-", read_embeddings, WholeEmbeddings),
+        GeneratingRoute(EMBEDDINGS, OPENAI_FORM, "embd-", read_embeddings, WholeEmbeddings),
     )

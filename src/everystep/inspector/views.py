@@ -14,6 +14,7 @@ from everystep.shown import marked as marked
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 BARS = "▁▂▃▄▅▆▇█"
 _EDGE = 60
+_MOST_TWINS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Token:
     surprise: float | None
     origin: str
     row: RecordedRow | None
+    milliseconds: float | None = None
 
 
 def spelled(record: Record, id: int) -> str:
@@ -36,13 +38,15 @@ def spelled(record: Record, id: int) -> str:
 def tokens_of(record: Record, run: RecordedRun, index: int = 0) -> list[Token]:
     """Return the tokens of a sequence."""
     ids = run.tokens.get(index, [])
+    spent = {id(row): sum(step.seconds.values()) * 1e3 for step in run.steps for row in step.rows}
     found = []
-    for at, (id, row) in enumerate(zip(ids, rows_along(run, index), strict=True)):
+    for at, (token, row) in enumerate(zip(ids, rows_along(run, index), strict=True)):
         origin = "given" if at in run.given else "unknown" if row is None else row.origin
         surprise = None
         if row is not None and origin != "given":
-            surprise = surprise_of(row, id)
-        found.append(Token(at, id, spelled(record, id), surprise, origin, row))
+            surprise = surprise_of(row, token)
+        text = spelled(record, token)
+        found.append(Token(at, token, text, surprise, origin, row, spent.get(id(row))))
     return found
 
 
@@ -160,6 +164,26 @@ def ends(record: Record, run: RecordedRun) -> list[str]:
             )
     if not run.ends:
         found.append("nothing ended: the record stops before that")
+    return [*found, *speculation(run)]
+
+
+def speculation(run: RecordedRun) -> list[str]:
+    """Return whether drafts paid: how many were right, and the time of a token with and without."""
+    drafts = [draft for step in run.steps for draft in step.drafts]
+    if not drafts:
+        return []
+    right, ids = sum(one.right for one in drafts), sum(len(one.ids) for one in drafts)
+    steps = choosing(run)
+    tokens = sum(len(child.ids) for step in steps for child in step.children)
+    found = [f"drafts: {right} of {ids} ids were right; {len(steps)} steps for {tokens} tokens"]
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for step in steps:
+        chosen = sum(len(child.ids) for child in step.children)
+        if chosen:
+            times[bool(step.drafts)].append(sum(step.seconds.values()) * 1e3 / chosen)
+    if times[True] and times[False]:
+        with_drafts, plain = (sorted(own)[len(own) // 2] for own in (times[True], times[False]))
+        found.append(f"  a token took {with_drafts:.2f} ms with drafts, {plain:.2f} ms without")
     return found
 
 
@@ -186,6 +210,7 @@ def series(tokens: Sequence[Token], width: int = 60) -> list[tuple[str, str, str
         "entropy after": [None if row is None else row.entropies[1] for row in rows],
         "rank": [None if row is None or row.ranks is None else float(row.ranks[0]) for row in rows],
     }
+    found["milliseconds"] = [one.milliseconds for one in tokens]
     lines = []
     for name, values in found.items():
         known = [value for value in values if value is not None]
@@ -448,7 +473,20 @@ def tree(record: Record, run: RecordedRun) -> list[str]:
         lines.append(f"{indent}{'└─' if last else '├─'} {text}{fate}")
         below = indent + ("   " if last else "│  ")
         todo += [(one, below, one is tip.children[-1]) for one in reversed(tip.children)]
-    return lines
+    return [*lines, *_twins(record, paths)]
+
+
+def _twins(record: Record, paths: Paths) -> list[str]:
+    """Return which hypotheses say the same in other tokens."""
+    said: dict[str, list[Node]] = {}
+    for node in [*paths.ended, *paths.live.values()][:_MOST_TWINS]:
+        own = b"".join(record.texts.get(one.id, b"<%d>" % one.id) for one in node.way())
+        said.setdefault(own.decode(errors="backslashreplace"), []).append(node)
+    return [
+        f"{len(nodes)} hypotheses say the same in other tokens: {marked(text)[-_EDGE:]}"
+        for text, nodes in said.items()
+        if len(nodes) > 1
+    ]
 
 
 def forest(record: Record, run: RecordedRun) -> list[str]:

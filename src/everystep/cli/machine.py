@@ -17,6 +17,8 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         *("starlette", "uvicorn", "msgspec"),
         *("prometheus-client", "httptools", "uvloop", "python-multipart"),
     ),
+    "tui": ("textual",),
+    "notebook": ("anywidget",),
 }
 """The distributions that each extra brings, but for those that the command line needs itself."""
 

@@ -325,8 +325,8 @@ def test_a_stream_that_fails_ends_with_an_error(server: Served) -> None:
     link = front.link
     follow = link.follow
 
-    async def failing(ask: Any) -> Any:
-        async for message in follow(ask):
+    async def failing(ask: Any, *place: Any) -> Any:
+        async for message in follow(ask, *place):
             yield message
             if isinstance(message, RowNews):
                 yield Failed(ask.id, 503, "the engine died")

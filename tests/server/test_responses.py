@@ -300,8 +300,8 @@ def test_a_stream_that_fails_says_so_as_its_last_event(server: Served) -> None:
     link = server.front.link
     follow = link.follow
 
-    async def failing(ask: Any) -> Any:
-        async for message in follow(ask):
+    async def failing(ask: Any, *place: Any) -> Any:
+        async for message in follow(ask, *place):
             yield message
             if isinstance(message, RowNews):
                 yield Failed(ask.id, 503, "the engine died")

@@ -206,9 +206,13 @@ class Front:
         news: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
 
         async def pump(number: int) -> None:
-            async with aclosing(self.link.follow(asks[number], places[number])) as messages:
-                async for message in messages:
-                    news.put_nowait((number, message))
+            try:
+                async with aclosing(self.link.follow(asks[number], places[number])) as messages:
+                    async for message in messages:
+                        news.put_nowait((number, message))
+            except Exception:  # or whoever reads the news would wait for ever
+                log.exception("following a prompt failed")
+                news.put_nowait((number, Failed(asks[number].id, 500, "the server failed")))
 
         pumps = [asyncio.create_task(pump(number)) for number in range(len(asks))]
         try:

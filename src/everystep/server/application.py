@@ -13,6 +13,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mappi
 from contextlib import aclosing, suppress
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -89,7 +91,21 @@ class Front:
         self.draining = False
         self.open = 0
         self._created = int(time.time())
-        self.application = Starlette(routes=self._routes())
+        self.application = Starlette(routes=self._routes(), middleware=self._shared())
+
+    def _shared(self) -> list[Middleware]:
+        """Return what tells browsers that pages of the allowed origins may read answers."""
+        if not (allowed := self.settings.origins):
+            return []
+        return [
+            Middleware(
+                CORSMiddleware,
+                allow_origins=allowed,
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],
+                expose_headers=["*"],
+            )
+        ]
 
     def _routes(self) -> list[Route]:
         def post(path: str, answer: Answerer, form: WireForm = OPENAI_FORM) -> Route:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, Qwen2Config
+from transformers import LlamaConfig, MistralConfig, Qwen2Config
 from transformers import cache_utils as theirs
 
 import everystep as es
@@ -20,6 +20,8 @@ LLAMA = LlamaConfig(num_hidden_layers=2)
 SLIDING = Qwen2Config(
     num_hidden_layers=3, use_sliding_window=True, sliding_window=4, max_window_layers=1
 )
+
+WINDOWS = MistralConfig(num_hidden_layers=3, sliding_window=4)  # names no kinds of layers
 
 
 def states(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -56,6 +58,7 @@ MAKERS: dict[str, tuple[Callable[[Any], Any], int]] = {
     "lazy": (lambda lib: lib.DynamicCache(), 2),
     "dynamic": (lambda lib: lib.DynamicCache(config=LLAMA), 2),
     "sliding": (lambda lib: lib.DynamicCache(config=SLIDING), 3),
+    "all sliding": (lambda lib: lib.DynamicCache(config=WINDOWS), 3),
     "static": (lambda lib: lib.StaticCache(LLAMA, max_cache_len=12), 2),
     "static sliding": (lambda lib: lib.StaticCache(SLIDING, max_cache_len=12), 3),
 }
@@ -189,11 +192,25 @@ def test_impossible_calls_are_errors_that_say_why(name: str) -> None:
         call()
 
 
-def test_a_window_that_was_left_cannot_be_entered_again() -> None:
+@pytest.mark.parametrize("count", [4, 6])
+def test_a_window_that_was_left_cannot_be_entered_again(count: int) -> None:
     cache = es.DynamicCache(config=SLIDING)
-    feed(cache, (6,), 3)
+    feed(cache, (count,), 3)
     with pytest.raises(UnsupportedError, match="left behind"):
         cache.crop(-1)
+
+
+def test_a_window_that_is_not_full_goes_back() -> None:
+    ours, reference = (MAKERS["sliding"][0](lib) for lib in (es, theirs))
+    for cache in (ours, reference):
+        feed(cache, (3,), 3)
+        cache.crop(-1)
+    same(ours, reference, 3)
+
+
+def test_a_cache_without_layers_has_no_limit() -> None:
+    assert es.DynamicCache().get_max_length() == es.DynamicCache().get_max_length(0) == -1
+    assert es.StaticCache(LLAMA, 12).get_max_length() == 12
 
 
 @pytest.mark.parametrize("rows", [(0, 2), [0, 2], torch.tensor([0, 2]), [True, False, True]])

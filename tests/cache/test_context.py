@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from everystep.cache.bank import FIRST_FREEZE, LEAST_SHIFT
 from everystep.cache.context import CacheContext
 from everystep.cache.formats import Quantization
 from everystep.cache.rows import RowCache
@@ -162,3 +163,24 @@ def test_shorter_values_are_exported_as_declared() -> None:
     other.cache.apply(work)
     other.held[7] = judge.held[0]
     assert other.step({7: 3}) < 1e-12
+
+
+def test_forks_of_different_prompts_see_each_their_own() -> None:
+    judge = Judge()
+    judge.step({0: FIRST_FREEZE, 1: FIRST_FREEZE + 9, 2: 3}, *opened(0, 1, 2))
+    forks = (Verb("fork", 3, 0), Verb("fork", 4, 1), Verb("fork", 5, 1))
+    assert judge.step(dict.fromkeys(range(6), 1), *forks) < 1e-12
+    assert judge.cache.counts.freezes == 2 * 2  # of two prompts, in the two stores that keep all
+    assert judge.step({0: 2, 1: 1, 3: 3, 4: 2, 5: 1}) < 1e-12
+
+
+def test_what_a_window_no_longer_shows_is_given_up_beside_layers_that_see_all() -> None:
+    judge, steps = Judge(), 2 * LEAST_SHIFT + 7
+    judge.step({0: 6}, *opened(0))
+    assert max(judge.step({0: 1}) for _ in range(steps)) < 1e-12
+    held = {
+        bank.forgets: part.length - part.first
+        for bank, part in zip(judge.cache.banks, judge.cache[0].parts, strict=True)
+    }
+    assert held[False] == steps + 6
+    assert held[True] <= LEAST_SHIFT + RULES[1].window

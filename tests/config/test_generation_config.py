@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig as Theirs
 
 from everystep.config import FIELDS, GenerationConfig
+from everystep.config.fields import GenerationMode, generation_mode
 from everystep.errors import (
     RequestError,
     UnknownArgumentError,
@@ -196,6 +197,21 @@ def test_whole_numbers_pass_where_numbers_do() -> None:
     assert (config.temperature, config.sequence_bias) == (2, {(1,): 3.0})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("presence_penalty", -2),
+        ("presence_penalty", 2),
+        ("frequency_penalty", -1.5),
+        ("exponential_decay_length_penalty", (0, 0.5)),
+        ("exponential_decay_length_penalty", (5, 1)),
+        ("suppress_tokens", [0, (1 << 63) - 1]),
+    ],
+)
+def test_a_range_has_its_ends(name: str, value: Any) -> None:
+    assert getattr(GenerationConfig(**{name: value}), name) == value
+
+
 def test_tensors_and_arrays_are_kept_as_plain_values() -> None:
     config = GenerationConfig(eos_token_id=torch.tensor([1, 2]), top_k=np.int64(5))
     assert (config.eos_token_id, config.top_k) == ([1, 2], 5)
@@ -273,6 +289,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"num_beams": 3, "force_words_ids": [[1]]},
     {"penalty_alpha": 0.6, "top_k": 4},
     {"penalty_alpha": 0.6, "top_k": 1},
+    {"penalty_alpha": 0.6, "top_k": 2},
     {"penalty_alpha": 0.6, "top_k": 4, "do_sample": True},
     {"prompt_lookup_num_tokens": 3},
     {"prompt_lookup_num_tokens": 3, "do_sample": True},
@@ -291,3 +308,17 @@ def test_the_mode_is_the_references(settings: dict[str, Any], assistant: object)
     theirs = Theirs(**settings).get_generation_mode(assistant)
     ours = GenerationConfig(**settings).get_generation_mode(assistant)
     assert str(ours) == theirs.value
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode"),
+    [
+        ({}, GenerationMode.GREEDY_SEARCH),
+        ({"do_sample": True}, GenerationMode.SAMPLE),
+        ({"penalty_alpha": 0.6, "top_k": 4}, GenerationMode.CONTRASTIVE_SEARCH),
+    ],
+)
+def test_no_number_of_beams_is_one_beam(settings: dict[str, Any], mode: GenerationMode) -> None:
+    values = {**dict.fromkeys(FIELDS), **settings}
+    assert values["num_beams"] is None
+    assert generation_mode(values) is mode

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 import everystep as es
 from everystep.api.model import LanguageModel
 from everystep.errors import RequestError
+from everystep.stops import ends
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 from everystep.types import FinishReason
@@ -60,6 +61,17 @@ def test_each_answers_as_the_references(
     theirs = getattr(transformers, name)(**arguments)(IDS, None, **called)
     assert torch.equal(ours, theirs)
     assert ours.dtype == torch.bool
+
+
+@pytest.mark.parametrize("begun", [0.0, -6.0, -11.0])
+def test_a_time_counts_from_when_it_is_said_to_have_begun(
+    begun: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ends.MaxTime, "now", lambda: 1000.0)
+    monkeypatch.setattr(ends, "moment", lambda: 50.0)
+    criterion = es.MaxTimeCriteria(10.0, initial_timestamp=1000.0 + begun)
+    assert criterion.stop() == ends.MaxTime(60.0 + begun)
+    assert criterion(IDS, None).all() == (begun < -10)
 
 
 def test_confidence_reads_the_newest_id_of_the_first_row() -> None:

@@ -293,6 +293,12 @@ def test_empty_strings_are_refused(strings: tuple[str, ...]) -> None:
         StopStrings(strings, byte)
 
 
+def test_the_text_of_a_stop_is_what_it_was_given() -> None:
+    assert (
+        repr(StopStrings(("a", "日"), byte)) == f"StopStrings(strings=('a', '日'), spelling={byte})"
+    )
+
+
 # --- the caller's own ----------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import everystep as es
 from everystep.bridge.reference import Reference
 from everystep.cli import machine
+from everystep.cli.inspect import require_textual
 from everystep.cli.serve import require_server
 from everystep.errors import MissingExtraError
 from everystep.files.hub import DEFAULT_ACCESS, HubId, fetch_file
@@ -46,6 +48,11 @@ def show_progress(folder: Path) -> None:
         pass
 
 
+def show_cell(folder: Path) -> None:
+    sys.modules.pop("everystep.inspector.widget", None)
+    importlib.import_module("everystep.inspector.widget")
+
+
 def read_columns(folder: Path) -> None:
     (folder / "data.parquet").write_bytes(b"PAR1")
     es.read_examples(folder / "data.parquet")
@@ -65,6 +72,8 @@ NEEDS: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     "soundfile": ("audio", "a.mp3", read_music),
     "pyarrow.parquet": ("train", "data.parquet", read_columns),
     "uvicorn": ("server", "everystep serve", lambda _: require_server()),
+    "textual": ("tui", "everystep inspect --tui", lambda _: require_textual()),
+    "anywidget": ("notebook", "a page in a notebook", show_cell),
 }
 
 

@@ -58,6 +58,8 @@ LISTED: dict[tuple[str, str], str] = {
     ("cli", "server"): "the command `everystep serve` starts the server",
     ("executors", "adapters"): "an executor adds what the adapters of a feed say",
     ("cli", "inspector"): "the command `inspect` prints what the inspector makes of a record",
+    ("records", "shown"): "a record shows itself in a notebook",
+    ("inspector", "server"): "a page is listened for as the server is, signals left alone",
 }
 # Who may write to standard output: programs, and the streamer whose work that is.
 # Compiles the kernels while the package is installed: a program, though it lies beside them.

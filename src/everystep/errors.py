@@ -7,7 +7,9 @@ from these. A class inherits the built-in exception that ported code already cat
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 
@@ -30,6 +32,19 @@ class EverystepError(Exception):
 
 class RequestError(EverystepError, ValueError):
     """A call asks for something impossible or contradictory."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows: the caller's own lines and the text.
+
+        IPython asks for it. The way that a call takes inside of the library says nothing about what
+        is wrong with the call; `traceback.print_exc()` still shows it.
+        """
+        own = (str(Path(__file__).parent), str(Path("IPython", "core")))
+        told = traceback.TracebackException.from_exception(self)
+        if self.__cause__ is None:
+            theirs = [one for one in told.stack if not any(part in one.filename for part in own)]
+            told.stack = traceback.StackSummary.from_list(theirs)
+        return "".join(told.format(chain=self.__cause__ is not None)).splitlines()
 
 
 class UnknownArgumentError(RequestError, TypeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -18,6 +19,25 @@ if TYPE_CHECKING:
 _ROWS = 100
 """Rows of a table at most."""
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "k"), (1, ""))
+
+
+_NAMED = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
+
+
+def marked(text: str, *, spaces: bool = True) -> str:
+    """Return the text with marks in place of what moves, hides or turns: controls, directions,
+    half characters; with `spaces`, spaces and line breaks have marks too."""
+    found = []
+    for one in text:
+        if one in _NAMED and (spaces or one == "\r"):
+            found.append(_NAMED[one])
+        elif one in "\n\t":
+            found.append(one)
+        elif unicodedata.category(one) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
+            found.append(f"‹U+{ord(one):04X}›")
+        else:
+            found.append(one)
+    return "".join(found)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:

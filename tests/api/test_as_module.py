@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 import everystep as es
 from everystep.api.model import LanguageModel
@@ -273,3 +273,64 @@ def test_a_network_that_cannot_follow_is_refused(monkeypatch: pytest.MonkeyPatch
     )
     with pytest.raises(UnsupportedError, match="cannot take other tensors"):
         model.generate(READ, max_new_tokens=2)
+
+
+# --- names of torch and transformers --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["modules", "_modules", "register_forward_hook", "half", "cuda"])
+def test_names_of_modules_lead_to_the_module(name: str) -> None:
+    _, model = pair("llama")
+    assert not hasattr(model, name)
+    with pytest.raises(AttributeError, match=r"no torch\.nn\.Module.*as_module\(\)"):
+        getattr(model, name)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        model.nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox"])
+def test_values_of_a_checkpoint_are_loaded(kind: str) -> None:
+    _, model = pair(kind)
+    _, other = pair(kind)
+    changed(other.as_module())
+    values = {name: value.clone() for name, value in other.as_module().state_dict().items()}
+    found: Any = model.load_state_dict(values)
+    assert not found.missing_keys and not found.unexpected_keys
+    assert torch.equal(model(READ).logits, other(READ).logits)
+    with pytest.raises(RuntimeError, match="nothing"):
+        model.load_state_dict({**values, "nothing": torch.zeros(1)})
+
+
+def test_gradients_are_forgotten() -> None:
+    _, model = pair("llama")
+    with pytest.raises(UnsupportedError, match="requires_grad_"):
+        model.zero_grad()
+    model.requires_grad_()
+    model(READ, labels=READ).loss.backward()
+    model.zero_grad(set_to_none=False)
+    assert all(one.grad is not None and not one.grad.any() for one in model.parameters())
+    model.zero_grad()
+    assert all(one.grad is None for one in model.parameters())
+
+
+def test_the_trainer_of_transformers_trains_the_module(tmp_path: Path) -> None:
+    reference, model = pair("llama")
+    rows = [{"input_ids": one.tolist(), "labels": one.tolist()} for one in READ]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=4,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    found = []
+    for module in (reference, model.as_module()):
+        trainer = Trainer(module, arguments, train_dataset=rows)
+        trainer.train()
+        found.append([one["loss"] for one in trainer.state.log_history if "loss" in one])
+    assert len(found[0]) == 4 and found[1] == pytest.approx(found[0], rel=1e-5)
+    assert torch.allclose(model(READ).logits, reference(READ).logits, atol=1e-4)

@@ -105,7 +105,7 @@ def test_a_call_about_a_rectangle_takes_what_its_type_says() -> None:
     taken = names("rectangle", "media", "speech") | {"inputs"}
     assert keys(keywords.RectangleOptions) | {"tokenizer"} == taken
     spelled = {*inspect.signature(es.LanguageModel.generate).parameters}
-    assert keys(keywords.ModelOptions) | spelled - {"self", "kwargs", "synced_gpus"} == (
+    assert keys(keywords.ModelOptions) | spelled - {"self", "kwargs"} == (
         keys(keywords.RectangleOptions) | {"tokenizer"}
     )
     assert not keys(keywords.ModelOptions) & spelled

@@ -653,3 +653,41 @@ def test_a_run_without_a_length_ends_where_the_context_does(model: LanguageModel
     take(run, 2)
     run.send([8] * 240)
     assert len(run.result().tokens) == 253 and run.result().finish_reason.kind == "length"
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_step_is_taken_again_where_it_was(model: LanguageModel, name: str) -> None:
+    run = opened(model, name)
+    assert run.alone == (name in SINGLE)
+    first = next(run)
+    run.result()
+    before = run.tokens, audit(engine_of(run))
+    again = run.step_at(0)
+    assert first.logits is not None and again.logits is not None
+    assert torch.allclose(again.logits[0], first.logits[0], rtol=1e-5, atol=1e-5)
+    if run.alone and name in ("greedy", "sampled"):
+        assert again.branches[0].tokens[:1] == run.tokens[:1]
+        assert (again.drawn is None) == (name == "greedy")
+    for wrong in (len(run.tokens) + 1, -len(run.tokens) - 1, "x"):
+        with pytest.raises(RequestError, match="no such position"):
+            run.step_at(wrong)  # type: ignore[arg-type]
+    assert (run.tokens, audit(engine_of(run))) == before
+
+
+def test_a_run_goes_on_without_a_processor(model: LanguageModel, tmp_path: Path) -> None:
+    given: dict[str, Any] = {**PLAIN, "do_sample": True, "temperature": 0.7, "top_k": 3, "seed": 4}
+    run = es.open(model, TOKENIZER, PROMPT, **given)
+    take(run, 3)
+    twin = run.without("TopKLogitsWarper")
+    del given["top_k"]
+    other = es.open(model, TOKENIZER, PROMPT, **{**given, "top_k": 0})
+    other.send(run.tokens)
+    assert twin.result().tokens == other.result().tokens[:12]
+    assert [one.name for one in twin.step_at(3).changes] == ["TemperatureLogitsWarper"]
+    assert [one.name for one in run.step_at(3).changes][-1] == "TopKLogitsWarper"
+    for wrong in (lambda: run.without("TopK"), lambda: twin.save(tmp_path / "a.run")):
+        with pytest.raises(RequestError, match=r"no processor|cannot be saved"):
+            wrong()
+    with pytest.raises(RequestError, match="one sequence"):
+        opened(model, "beams").without("TopKLogitsWarper")
+    audit(engine_of(run))

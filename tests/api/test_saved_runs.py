@@ -147,6 +147,17 @@ def test_what_was_changed_on_the_way_is_in_the_file(model: LanguageModel, tmp_pa
     audit(third._hands.engine)
 
 
+def test_a_run_that_was_taken_back_to_its_beginning_is_saved(
+    model: LanguageModel, tmp_path: Path
+) -> None:
+    run = es.open(model, TOKENIZER, [5, 6], logprobs=2, seed=1, **PLAIN)
+    next(run)
+    run.rewind(len(run.tokens))
+    run.save(tmp_path / "run")
+    again = es.resume(tmp_path / "run", model, TOKENIZER)
+    assert again.tokens == () and again.result().tokens == run.result().tokens
+
+
 def test_a_run_that_ended_is_resumed_ended(model: LanguageModel, tmp_path: Path) -> None:
     for options in ({}, {"num_beams": 2, "do_sample": False}, {"penalty_alpha": 0.5, "top_k": 3}):
         given = {**PLAIN, "eos_token_id": None, "seed": 1, **options}

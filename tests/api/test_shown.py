@@ -195,3 +195,24 @@ def test_a_stream_says_once_that_nobody_set_a_length() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         list(es.stream(MODEL, TOKENIZER, "a", max_new_tokens=2))
+
+
+def test_a_notebook_shows_the_callers_lines_and_the_text_of_a_wrong_call() -> None:
+    with pytest.raises(RequestError) as caught:
+        es.generate(MODEL, TOKENIZER, "Is it?", max_new_token=3)
+    # What IPython asks an error for.
+    lines = caught.value._render_traceback_()
+    told = "\n".join(lines)
+    assert lines[0].startswith("Traceback") and "max_new_token=3" in told
+    assert "src/everystep" not in told and len(lines) <= 5
+    assert lines[-1].endswith(str(caught.value))
+
+
+def test_a_notebook_shows_the_code_that_a_wrong_call_is_due_to() -> None:
+    def processor(ids: Any, scores: Any) -> Any:
+        raise RequestError("a processor that cannot go on")
+
+    with pytest.raises(RequestError) as caught:
+        es.generate(MODEL, TOKENIZER, "Is it?", max_new_tokens=3, logits_processor=[processor])
+    told = "\n".join(caught.value._render_traceback_())
+    assert "in processor" in told and "a processor that cannot go on" in told

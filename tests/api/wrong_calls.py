@@ -57,7 +57,6 @@ NAMES: list[Wrong] = [
      ["assistant_model", "a model of this library"]),
     ("other tokenizer", {"assistant_tokenizer": object()}, Bad,
      ["assistant_tokenizer", "assistant_model"]),
-    ("processes", {"synced_gpus": True}, Absent, ["synced_gpus", "processes"]),
     ("repository", {"custom_generate": "some/repository"}, Absent,
      ["custom_generate", "'some/repository'", "pass it"]),
 ]

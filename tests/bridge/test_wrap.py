@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from dataclasses import replace
 from typing import Any
@@ -14,12 +15,14 @@ from torch import nn
 import everystep as es
 from everystep.draws import SeededDraws
 from everystep.engine import Continuous, Engine
+from everystep.errors import RequestError
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Greedy
 from everystep.testing.models import tiny_llama
 from everystep.types import Prompt, Request
 from tests.bridge.families import END, FAMILIES, model_of
 from tests.judges.drive import Drive
+from tests.models.tiny import reference_decoder
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 
@@ -256,3 +259,41 @@ def test_every_fact_of_a_model_is_one_of_a_wrapped_model(fact: str) -> None:
         getattr(model, fact)
     if fact == "executor_name":
         assert (wrapped.executor_name, own.executor_name) == ("bridge", "auto")
+
+
+# --- weights that change under way ----------------------------------------------------------------
+
+
+def moved(module: Any) -> None:
+    with torch.no_grad():
+        for one in module.parameters():
+            one.add_(torch.randn_like(one), alpha=0.3)
+
+
+def test_kept_rows_of_weights_of_before_are_not_read() -> None:
+    module = reference_decoder("llama", torch.float32)
+    model, prompt = es.wrap(module), list(range(4, 44))
+
+    async def told() -> list[Any]:
+        found = []
+        async with es.AsyncEngine(model) as engine:
+            for change in (False, False, True):
+                if change:
+                    moved(module)
+                answer = await engine.generate(prompt, max_new_tokens=6)
+                found.append((answer, es.generate(model, None, prompt, max_new_tokens=6)))
+        return found
+
+    first, second, third = asyncio.run(told())
+    assert all(answer == alone for answer, alone in (first, second, third))
+    assert first[1] == second[1] != third[1]
+
+
+def test_a_prefix_of_weights_of_before_is_refused() -> None:
+    module = reference_decoder("llama", torch.float32)
+    model = es.wrap(module)
+    prefix = es.prefill(model, None, [4, 5, 6, 7])
+    assert es.generate(model, None, [8], prefix=prefix, max_new_tokens=3)
+    moved(module)
+    with pytest.raises(RequestError, match="weights of before"):
+        es.generate(model, None, [8], prefix=prefix, max_new_tokens=3)

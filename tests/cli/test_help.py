@@ -26,6 +26,7 @@ COMMANDS = (
         "chat",
         "transcribe",
         "serve",
+        "run-batch",
         "train",
         "pull",
         "models",

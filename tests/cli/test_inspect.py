@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import re
 from pathlib import Path
 
 import pytest
@@ -87,3 +89,100 @@ def test_a_person_sees_surprise_in_colours(record: Path) -> None:
     with on_terminal(everystep("inspect", str(record)), columns=100) as terminal:
         shown = terminal.until("ended after")
         assert "share of the token" in shown and "\x1b[" in shown
+
+
+def test_a_text_is_found(record: Path, call: Caller) -> None:
+    (run,) = read_record(record).runs.values()
+    out = call("inspect", str(record), "--find", f"#{run.tokens[0][2]}").out
+    assert any(line.split("\t")[:2] == ["2", str(run.tokens[0][2])] for line in out.splitlines())
+    assert call("inspect", str(record), "--find", "not there").code == 2
+
+
+def test_other_forms_are_written_by_the_ending(record: Path, call: Caller, tmp_path: Path) -> None:
+    for name in ("a.csv", "a.parquet", "a.json", "a.html"):
+        outcome = call("inspect", str(record), "--export", str(tmp_path / name))
+        assert outcome.code == 0 and (tmp_path / name).stat().st_size > 100
+    outcome = call("inspect", str(record), "--export", str(tmp_path / "a.xlsx"))
+    assert outcome.code == 2 and ".parquet" in outcome.err
+    two = (str(record), str(record), "--export")
+    assert call("inspect", *two, str(tmp_path / "two.html")).code == 0
+    assert call("inspect", *two, str(tmp_path / "two.csv")).code == 2
+    assert not (tmp_path / "two.csv").exists()
+
+
+def test_questions_are_asked_of_the_model(record: Path, folder: Path, call: Caller) -> None:
+    asked = ("inspect", str(record), "--model", str(folder))
+    out = call(*asked, "--what-if", "without=TopK", "--what-if", "seed=5", "--at", "2").out
+    assert "without TopK, seed=5, from token 2 on" in out and "to the bit" in out
+    assert "logit" in call(*asked, "--why", "#3", "--at", "2").out
+    (run,) = read_record(record).runs.values()
+    assert len(call(*asked, "--which-prompt").out.splitlines()) == 1 + len(run.prompt)
+    outcome = call(*asked, "--what-if", "seed")
+    assert outcome.code == 2 and "NAME=VALUE" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "give FILE, or --prompt"),
+        (["FILE", "--prompt", "ab"], "give FILE, or --prompt"),
+        (["FILE", "--top-k", "5"], "--top-k belong to --prompt"),
+        (["FILE", "--chat"], "--chat belong"),
+        (["FILE", "--port", "80"], "--port belong to --web"),
+        (["FILE", "--dtype", "float32"], "--dtype belong"),
+        (["FILE", "--at", "3"], "--at belongs"),
+        (["FILE", "--tree", "--tui"], "are ways to show it"),
+        (["FILE", "--why", "#1", "--tree"], "one at a time"),
+        (["--prompt", "ab", "--step", "3"], "are for records"),
+        (["--prompt", "ab", "--why", "3"], "are for records"),
+    ],
+)
+def test_what_has_no_effect_is_refused(
+    options: list[str], says: str, record: Path, call: Caller
+) -> None:
+    given = [str(record) if one == "FILE" else one for one in options]
+    outcome = call("inspect", *given)
+    assert outcome.code == 2 and says in outcome.err
+
+
+LIVE = ("--top-k", "5", "--seed", "1", "-n", "6")
+
+
+def test_a_run_is_driven_by_lines(folder: Path, record: Path, call: Caller, tmp_path: Path) -> None:
+    kept = tmp_path / "live.jsonl"
+    command = ("inspect", "--prompt", "ab", "--model", str(folder), "--record", str(kept), *LIVE)
+    said = b"step 2\npick #1\nundo\nshow 1\ntext\ntree\nhelp\nif seed=9 at 1\nuntil done\nquit\n"
+    outcome = call(*command, given=said)
+    assert outcome.code == 0
+    for text in ("run 1: 2 tokens", "run 0: 2 tokens", "drawn:", "ended,", "undo", "to the bit"):
+        assert text in outcome.out
+    (own,) = read_record(record).runs.values()
+    assert read_record(kept).runs["0"].tokens[0] == own.tokens[0]
+    outcome = call(*command, given=b"step\nnonsense\nstep\n")
+    assert outcome.code == 2 and "no verb" in outcome.err
+
+
+def test_a_run_is_driven_on_a_terminal(folder: Path) -> None:
+    command = everystep("inspect", "--prompt", "ab", "--model", str(folder), *LIVE)
+    with on_terminal(command, columns=100) as terminal:
+        terminal.until("inspect> ")
+        terminal.type("nonsense\r")
+        terminal.until("no verb")
+        terminal.type("step\r")
+        terminal.until("run 0: 1 tokens")
+        terminal.until("inspect> ", 3)
+        terminal.type("\x04")
+        assert terminal.end() == 0
+
+
+def test_a_page_is_served_until_it_is_interrupted(record: Path) -> None:
+    with on_terminal(everystep("inspect", str(record), "--web"), columns=150) as terminal:
+        terminal.until("Ctrl-C ends the page")
+        found = re.search(r"http://(127\.0\.0\.1:\d+)/#token=([\w-]{43})", terminal.shown)
+        assert found is not None
+        connection = http.client.HTTPConnection(found[1], timeout=30)
+        connection.request("GET", "/document", headers={"Authorization": f"Bearer {found[2]}"})
+        assert b'"runs"' in connection.getresponse().read()
+        connection.close()
+        terminal.type("\x03")
+        assert terminal.end() == 130

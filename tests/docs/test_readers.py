@@ -23,6 +23,7 @@ class Task(NamedTuple):
 TASKS = [
     Task("load my folder", "models", "Models"),
     Task("serve a model over HTTP", "serving", "Serving"),
+    Task("answer a file of requests", "batch-files", "Batch files"),
     Task("stream answers in a web", "web", "A web handler"),
     Task("JSON", "structured_output", "JSON schema"),
     Task("let a model call my functions", "tools", "Tools and thoughts"),

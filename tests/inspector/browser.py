@@ -24,7 +24,7 @@ def chromium() -> str | None:
 class Browser:
     """A browser with one page. `problems`: errors, warnings of the policy, and requests."""
 
-    def __init__(self, profile: Path) -> None:
+    def __init__(self, profile: Path, *more: str) -> None:
         program = chromium()
         assert program is not None
         there, here = os.pipe(), os.pipe()
@@ -34,7 +34,18 @@ class Browser:
         options = ("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe")
         fixed = ("--no-first-run", "--disable-extensions", f"--user-data-dir={profile}")
         self._process = subprocess.Popen(
-            ["bash", "-c", wired, "-", str(there[0]), str(here[1]), program, *options, *fixed],
+            [
+                "bash",
+                "-c",
+                wired,
+                "-",
+                str(there[0]),
+                str(here[1]),
+                program,
+                *options,
+                *fixed,
+                *more,
+            ],
             pass_fds=(there[0], here[1]),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -66,9 +77,18 @@ class Browser:
 
     def open(self, file: Path, ready: str) -> None:
         """The page of a file, once the expression `ready` is true."""
+        self.visit(file.as_uri(), ready)
+
+    def visit(self, url: str, ready: str) -> None:
+        """The page of an address, once the expression `ready` is true."""
         self.problems.clear()
         self.requests.clear()
-        self._ask("Page.navigate", {"url": file.as_uri()})
+        self._ask("Page.navigate", {"url": "about:blank"})  # another # alone would load nothing
+        self._ask("Page.navigate", {"url": url})
+        self.until(ready)
+
+    def until(self, ready: str) -> None:
+        """Waits until an expression is true."""
         end = time.monotonic() + LONGEST
         while not self.value(ready):
             assert time.monotonic() < end, self.problems
@@ -79,11 +99,22 @@ class Browser:
         asked = {"expression": expression, "returnByValue": True}
         return self._ask("Runtime.evaluate", asked)["result"].get("value")
 
+    def later(self, expression: str) -> Any:
+        """What a promise comes to."""
+        asked = {"expression": expression, "returnByValue": True, "awaitPromise": True}
+        return self._ask("Runtime.evaluate", asked)["result"].get("value")
+
+    def type(self, text: str) -> None:
+        """The text, where the focus is."""
+        self._ask("Input.insertText", {"text": text})
+
     def press(self, *keys: str) -> None:
         """The keys, one after another."""
         for key in keys:
-            code = {"Tab": 9}.get(key, 0)
-            said = {"key": key, "code": key, "windowsVirtualKeyCode": code}
+            code = {"Tab": 9, "Enter": 13}.get(key, 0)
+            said: dict[str, Any] = {"key": key, "code": key, "windowsVirtualKeyCode": code}
+            if key == "Enter":
+                said["text"] = "\r"
             self._ask("Input.dispatchKeyEvent", {"type": "keyDown", **said})
             self._ask("Input.dispatchKeyEvent", {"type": "keyUp", **said})
 

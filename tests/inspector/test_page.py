@@ -74,10 +74,11 @@ def test_a_page_has_the_record(name: str, folder: Path) -> None:
             tokens = shown["sequences"][str(index)]
             assert [token[0] for token in tokens] == ids
             for token in tokens:
-                origin, step, place = token[2:]
-                assert (origin in ("given", "unknown")) == (step < 0)
+                origin, step, place, owner = token[2:6]
+                assert (origin in ("given", "unknown")) == (step < 0) and origin != "unknown"
                 if step >= 0 and name != "beams":
-                    assert shown["steps"][step]["rows"][place]["chosen"] == token[0]
+                    own = data_of(text)["runs"][owner]["steps"]
+                    assert own[step]["rows"][place]["chosen"] == token[0]
 
 
 def test_a_page_names_no_place_in_the_network(folder: Path) -> None:
@@ -88,7 +89,7 @@ def test_a_page_names_no_place_in_the_network(folder: Path) -> None:
 
 def test_a_hostile_record_is_data_alone() -> None:
     text = page(hostile(), "</title><script>document.title='taken'</script>")
-    assert text.count("<script") == 2 and text.count("<img") == 0
+    assert text.count("<script") == 3 and text.count("<img") == 0
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +163,7 @@ def test_no_script_of_a_record_runs(browser: Browser, tmp_path: Path) -> None:
     write_page(hostile(), tmp_path / "page.html", "hostile")
     browser.open(tmp_path / "page.html", READY)
     assert browser.value("document.title") == "hostile"
-    assert browser.value("document.querySelectorAll('img, script:not([id])').length") == 1
+    assert browser.value("document.querySelectorAll('img, script:not([id])').length") == 2
     assert browser.value("document.querySelector('#tokens span').textContent") == HOSTILE[
         0
     ].replace(" ", "·")

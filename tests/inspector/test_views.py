@@ -124,3 +124,33 @@ def test_a_strip_has_the_highest_of_each_place() -> None:
     assert views.strip([None, math.inf]) == ""
     assert len(views.strip([1.0] * 1000, 60)) <= 60
     assert [views.level(-math.log(p)) for p in (0.6, 0.2, 0.05, 0.005, 0.0001)] == [0, 1, 2, 3, 4]
+
+
+def test_it_is_said_whether_drafts_paid(tmp_path: Path) -> None:
+    copying = {"prompt_lookup_num_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+    record = recorded(tmp_path / "a", **copying, max_new_tokens=24, repetition_penalty=0.5)
+    (run,) = record.runs.values()
+    drafts = [draft for step in run.steps for draft in step.drafts]
+    right, ids = sum(one.right for one in drafts), sum(len(one.ids) for one in drafts)
+    assert drafts
+    said = "\n".join(views.ends(record, run))
+    assert f"drafts: {right} of {ids} ids were right" in said and "for 24 tokens" in said
+    assert views.speculation(recorded(tmp_path / "b").runs["0"]) == []
+
+
+def test_hypotheses_that_say_the_same_are_named(tmp_path: Path) -> None:
+    record = recorded(tmp_path / "a", num_beams=3, num_return_sequences=2)
+    (run,) = record.runs.values()
+    assert not any("say the same" in line for line in views.tree(record, run))
+    for id in record.texts:
+        record.texts[id] = b"x"
+    assert any("hypotheses say the same" in line for line in views.tree(record, run))
+
+
+def test_the_time_of_tokens_is_a_series(tmp_path: Path) -> None:
+    record = recorded(tmp_path / "a")
+    (run,) = record.runs.values()
+    tokens = views.tokens_of(record, run)
+    spent = [sum(step.seconds.values()) * 1e3 for step in run.steps if step.rows]
+    assert [one.milliseconds for one in tokens] == pytest.approx(spent)
+    assert "milliseconds" in [name for name, _, _ in views.series(tokens)]

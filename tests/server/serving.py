@@ -11,11 +11,14 @@ from typing import Any
 import httpx
 
 from everystep.api.model import LanguageModel
-from everystep.server.application import Front, FrontSettings
+from everystep.server.application import Front
 from everystep.server.asking import FrontModel
+from everystep.server.exchange import FrontSettings
 from everystep.server.host import EngineLimits, HostedModel
 from everystep.server.link import EngineLink, Mooring, QueueLimits, ThreadMooring
 from everystep.server.local import listening
+from everystep.server.quotas import QuotaBook
+from everystep.server.service import ServedBeside
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 
@@ -60,11 +63,13 @@ def served(
     mooring: Mooring | None = None,
     settings: FrontSettings | None = None,
     queue: QueueLimits | None = None,
+    beside: ServedBeside | None = None,
+    book: QuotaBook | None = None,
 ) -> Iterator[Served]:
     """A server for as long as the body runs; nothing of it is left afterwards."""
-    link = EngineLink(mooring or in_thread(), queue)
+    link = EngineLink(mooring or in_thread(), queue, book)
     front = Front(link, {"tiny": FrontModel(TOKENIZER, tiny().chat_defaults)}, settings)
-    with listening(front) as port:
+    with listening(front, beside=beside) as port:
         one = Served(front, port)
         with one.client:
             yield one

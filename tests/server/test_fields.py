@@ -123,6 +123,50 @@ def test_impossible_chats(server: Served, body: dict[str, Any], said: str) -> No
     assert said in text or "context" in text
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {}, "prompt"),
+        ("/v1/completions", {**HELLO, "temperature": "hot"}, "temperature"),
+        ("/v1/completions", {**HELLO, "temprature": 1}, "temprature"),
+        ("/v1/completions", {**HELLO, "n": 3, "temperature": 0}, "n"),
+        ("/v1/completions", {**HELLO, "regex": "("}, "regex"),
+        ("/v1/completions", {**HELLO, "hooks": "x"}, "hooks"),
+        ("/v1/completions", {**HELLO, "num_beams": 3, "n": 5}, "n"),
+        ("/v1/completions", {**HELLO, "prompt": [320]}, "prompt"),
+        ("/v1/completions", {"prompt": [9] * 5000, "max_tokens": 1}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "god"}]}, "messages[0].role"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "x"}]}]},
+            "messages[0].content[0].type",
+        ),
+        ("/v1/chat/completions", {**ASKED, "response_format": {"type": "xml"}}, "response_format"),
+        ("/v1/chat/completions", {**ASKED, "max_tokens": 9**6}, "messages"),
+        ("/v1/chat/completions", {**ASKED, "model": "tinny"}, "model"),
+        ("/tokenize", {"promt": "x"}, "promt"),
+        ("/apply-template", {}, "messages"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+        ("/v1/everystep/score", {"texts": 3}, "texts"),
+    ],
+)
+def test_errors_name_their_field(
+    server: Served, path: str, body: dict[str, Any], param: str
+) -> None:
+    answer = server.post(path, **body)
+    assert answer.status_code in (400, 404), answer.text
+    assert answer.json()["error"]["param"] == param, answer.text
+
+
+def test_an_error_about_no_field_names_none(server: Served) -> None:
+    headers = {"content-type": "application/json"}
+    answer = server.client.post("/v1/completions", content=b"{", headers=headers)
+    assert answer.json()["error"]["param"] is None
+    assert server.client.get("/nowhere").json()["error"]["param"] is None
+    long = server.post("/v1/completions", prompt=[9] * 5000, max_tokens=1).json()["error"]
+    assert long["code"] == "context_length_exceeded"
+
+
 def test_an_error_of_the_library_names_what_the_request_named(server: Served) -> None:
     text = message(server, **HELLO, n=3, temperature=0)
     assert "num_return_sequences" not in text and "n" in text

@@ -131,7 +131,19 @@ def test_a_conversation_means_what_it_means_to_the_library(server: Served) -> No
     assert answer["choices"][0]["message"]["content"] == wanted
     parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
     answer = server.post("/v1/chat/completions", messages=parts, seed=5, max_tokens=9)
-    assert answer.status_code == 200, answer.text
+    whole = [{"role": "user", "content": "hello"}]
+    wanted = es.chat(tiny(), TOKENIZER, whole, seed=5, max_new_tokens=9)
+    assert answer.json()["choices"][0]["message"]["content"] == wanted, "parts are not printed"
+
+
+def test_a_stream_of_beams_loses_the_text_that_ended_it(server: Served) -> None:
+    """Their tokens are told at the end, the last one together with it."""
+    asked: Any = {"prompt": "hello", "max_tokens": 12, "num_beams": 3}
+    plain = server.completion(**asked)["choices"][0]["text"]
+    stop = next(one for one in plain if one.isascii() and one.isprintable())
+    (whole,) = server.completion(**asked, stop=stop)["choices"]
+    chunks = chunks_of(server.post("/v1/completions", **asked, stop=stop, stream=True).text)
+    assert joined(chunks) == whole["text"]
 
 
 def test_scores_are_those_of_the_library(server: Served) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from everystep.errors import RequestError
 from everystep.server.access import Hosts, Keys, digest_of, is_loopback, key_of, read_keys
-from everystep.server.application import FrontSettings
+from everystep.server.exchange import FrontSettings
 from everystep.server.link import QueueLimits
 from tests.server.serving import Served, served
 
@@ -96,6 +96,34 @@ def test_a_page_of_another_name_cannot_ask(server: Served) -> None:
     assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
     assert Hosts(["Me.example"]).accepts("me.example:8000")
     assert is_loopback("127.0.0.1") and is_loopback("::1") and not is_loopback("0.0.0.0")
+
+
+def test_a_page_of_an_allowed_origin_reads_answers() -> None:
+    ours, keys = "http://page.example:3000", Keys([digest_of("secret")])
+    with served(settings=FrontSettings(keys=keys, origins=(ours,))) as server:
+        asked = {
+            "Origin": ours,
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization,content-type",
+        }
+        # A browser asks first, without a key.
+        before = server.client.options("/v1/completions", headers=asked)
+        assert before.status_code == 200
+        assert before.headers["access-control-allow-origin"] == ours
+        assert "authorization" in before.headers["access-control-allow-headers"]
+        own = {"Origin": ours, "Authorization": "Bearer secret"}
+        for body in (HELLO, {**HELLO, "stream": True}):
+            answer = server.client.post("/v1/completions", json=body, headers=own)
+            assert answer.status_code == 200
+            assert answer.headers["access-control-allow-origin"] == ours
+        without = server.client.post("/v1/completions", json=HELLO, headers={"Origin": ours})
+        assert without.status_code == 401
+        other = {**own, "Origin": "http://evil.example"}
+        answer = server.client.post("/v1/completions", json=HELLO, headers=other)
+        assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
+        refused = server.client.options("/v1/completions", headers={**asked, **other})
+        assert refused.status_code == 400
+        assert "access-control-allow-origin" not in refused.headers
 
 
 # --- bodies ---------------------------------------------------------------------------------------

@@ -204,6 +204,34 @@ def test_texts_to_ids_and_back(server: Served) -> None:
     )
 
 
+def test_what_a_template_makes_of_messages(server: Served) -> None:
+    asked: Any = {"messages": HELLO}
+    for beside in ({}, {"add_generation_prompt": False}, {"continue_final_message": True}):
+        options: Any = {"add_generation_prompt": not beside.get("continue_final_message"), **beside}
+        wanted = TOKENIZER.apply_chat_template(HELLO, tokenize=False, **options)
+        assert server.post("/apply-template", **asked, **beside).json() == {"prompt": wanted}
+        ids = server.post("/tokenize", **asked, **beside).json()["tokens"]
+        assert ids == list(TOKENIZER.apply_chat_template(HELLO, return_dict=False, **options))
+    begun = [*HELLO, {"role": "assistant", "content": "it was"}]
+    text = server.post("/apply-template", messages=begun, continue_final_message=True).json()
+    assert text["prompt"].endswith("it was")
+    chat = {"messages": begun, "continue_final_message": True, "max_tokens": 6, "temperature": 0}
+    answer = server.post("/v1/chat/completions", **chat).json()["choices"][0]
+    ids = TOKENIZER.apply_chat_template(begun, continue_final_message=True, return_dict=False)
+    plain = server.completion(prompt=list(ids), max_tokens=6, temperature=0)["choices"][0]
+    assert answer["message"]["content"] == plain["text"]
+
+
+def test_what_a_tokenizer_is(server: Served) -> None:
+    """What lm-eval asks before it evaluates without a tokenizer of its own."""
+    found = server.client.get("/tokenizer_info").json()
+    known = TOKENIZER.special_tokens_map
+    assert {name: found[name] for name in known} == known and "eos_token" in found
+    assert found["chat_template"] == TOKENIZER.chat_template
+    assert (found["vocab_size"], found["max_model_len"]) == (320, 4096)
+    assert server.client.get("/tokenizer_info", params={"model": "other"}).status_code == 404
+
+
 def test_what_shows_how_it_goes(server: Served) -> None:
     server.completion(prompt="hello", max_tokens=3)
     assert server.client.get("/health").json() == {"status": "ok"}

@@ -96,7 +96,7 @@ def of_files(files: Files) -> list[Figure]:
             "lines of the five rooms",
             [f"{path}: {count}" for path, count in lines.items()],
             10_500,
-            most=15_600,
+            most=15_700,
             grain=100,
             count=sum(lines.values()),
         ),
@@ -113,12 +113,12 @@ def of_call(traced: Mapping[str, Sequence[str]]) -> list[Figure]:
     files, of_all = _files_of(before), len(_files_of(entered))
     return [
         Figure(
-            "functions before `Engine.submit`", before, 100, most=123, note=f" of {len(entered)}"
+            "functions before `Engine.submit`", before, 100, most=129, note=f" of {len(entered)}"
         ),
-        Figure("files of these", files, 30, most=43, note=f" of {of_all}"),
-        _carriers("`max_new_tokens`", traced["length"], 30, most=31),
-        _carriers("a logits processor", traced["processor"], 35, most=36),
-        _carriers("a hook", traced["hook"], 50, most=63),
+        Figure("files of these", files, 30, most=44, note=f" of {of_all}"),
+        _carriers("`max_new_tokens`", traced["length"], 30, most=34),
+        _carriers("a logits processor", traced["processor"], 35, most=38),
+        _carriers("a hook", traced["hook"], 50, most=65),
         Figure("types made by a greedy call", traced["types"], 50, most=62),
     ]
 

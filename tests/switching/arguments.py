@@ -264,7 +264,7 @@ EVERYWHERE = ("model.generate", "es.generate", "es.stream", "es.open")
 OF_TEXTS = ("es.generate", "es.stream", "es.open")
 _LATER = (
     *("use_mtp", "low_memory", "is_assistant", "speculation_type", "compile_config"),
-    *("continuous_batching_config", "synced_gpus", "decoder_inputs_embeds", "cache_position"),
+    *("continuous_batching_config", "decoder_inputs_embeds", "cache_position"),
     *("cache_params", "pixel_values", "pixel_values_videos", "input_features"),
     *("mm_encoder_outputs", "token_type_ids", "trust_remote_code", "logits_to_keep"),
     *("language", "task", "return_timestamps", "return_segments", "prompt_ids"),
@@ -283,7 +283,7 @@ _RECTANGLES = (
 )
 REFUSED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_LATER, EVERYWHERE),
-    **dict.fromkeys(_RECTANGLES, OF_TEXTS),
+    **dict.fromkeys((*_RECTANGLES, "synced_gpus"), OF_TEXTS),
     **dict.fromkeys(("output_scores", "output_logits"), ("es.generate", "es.stream")),
     **dict.fromkeys(("output_hidden_states", "output_attentions"), ("es.stream",)),
     "timeout": ("model.generate", "es.open"),
@@ -297,6 +297,7 @@ WITHOUT_EFFECT: dict[str | tuple[str, str], str] = {
     ("es.open", "return_dict_in_generate"): "a run's result is an object anyway",
     ("es.open", "output_scores"): "a step shows its scores anyway",
     ("es.open", "output_logits"): "a step shows its logits anyway",
+    "synced_gpus": "the weights of this model are whole on each process",
     "use_cache": "the tokens are those of a call with a cache",
     "prefill_chunk_size": "the tokens are those of a prompt fed at once",
     "max_cache_len": "for a static cache; a warning says so",

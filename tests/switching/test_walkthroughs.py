@@ -19,7 +19,6 @@ import torch
 import transformers
 
 import everystep as es
-from everystep.errors import UnsupportedError
 from everystep.testing.tokenizer import tiny_tokenizer
 
 # Their tiny tokenizers have the class of a family, and not its rules.
@@ -189,17 +188,6 @@ def test_the_padded_rows_are_the_single_ones(
     chats_too = {"do_sample": False, **options}  # conversations draw by default
     assert es.generate(model, tokenizer, CHATS, **chats_too) == out.text
     assert len(out.new_tokens) == 2
-
-
-REFUSED: dict[str, dict[str, Any]] = {
-    "synced_gpus asks for stepping together": {"synced_gpus": True},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("said", REFUSED)
-def test_what_is_not_built_yet_is_refused_by_name(folders: dict[str, Path], said: str) -> None:
-    with pytest.raises(UnsupportedError, match=said):
-        answers(es, folders["Qwen2"], {"max_new_tokens": 4, **REFUSED[said]})
 
 
 BUILT_IN: dict[str, dict[str, Any]] = {

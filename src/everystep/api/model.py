@@ -27,14 +27,13 @@ from everystep.config import GenerationConfig
 from everystep.config.kinds import require as require_choice
 from everystep.drivers.custom import Loop
 from everystep.drivers.rectangle import generate
-from everystep.errors import ModelClassError, UnsupportedError
+from everystep.errors import AbsentAttributeError, ModelClassError, UnsupportedError, shown
 from everystep.executors.base import Executor
 from everystep.executors.choice import ExecutorName
 from everystep.models import Model
 from everystep.models.load import named_shapes
 from everystep.models.loop_methods import LoopMethods
 from everystep.outputs import compute_transition_scores
-from everystep.requests.absent import refuse_argument
 from everystep.requests.arrays import require
 from everystep.requests.door import KEYWORDS, lists_options, sort
 from everystep.requests.features import PromptInput, require_distinct
@@ -100,6 +99,18 @@ class LanguageModel(LoopMethods, Subject):
         ]
         name = f"{cut(self.name_or_path)!r}, " if self.name_or_path else ""
         return f"{type(self).__name__}({name}{', '.join(parts)})"
+
+    if not TYPE_CHECKING:  # which would take every name for one that exists
+
+        def __getattr__(self, name: str) -> object:
+            if hasattr(type(self), name):  # a property that failed
+                return object.__getattribute__(self, name)
+            if hasattr(nn.Module, name) or name in nn.Module().__dict__:
+                raise AbsentAttributeError(
+                    f"a LanguageModel has no {name}: it is no torch.nn.Module",
+                    do="Pass model.as_module() to what takes such a module",
+                )
+            raise AbsentAttributeError(f"a LanguageModel has no attribute {shown(name)}")
 
     @property
     def core(self) -> Model | ForeignModel:
@@ -382,6 +393,25 @@ class LanguageModel(LoopMethods, Subject):
         model's memory, so change clones of them."""
         return self._held.state_dict()
 
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> object:
+        """Copy values into the weights by their checkpoint names; return names that are missing or
+        unexpected, as `torch.nn.Module` does.
+
+        Values have the layout of `as_module().state_dict()`. Weights that cannot learn yet can from
+        now on. RuntimeError of torch for other shapes, and where `strict`, for other names;
+        UnsupportedError for quantised weights.
+        """
+        return self.as_module().load_state_dict(state_dict, strict=strict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of all weights, or set them to zeros; UnsupportedError before
+        `requires_grad_`."""
+        for one in self.parameters():
+            if set_to_none:
+                one.grad = None
+            elif one.grad is not None:
+                one.grad.zero_()
+
     def save_pretrained(
         self,
         save_directory: Folder,
@@ -447,14 +477,13 @@ class LanguageModel(LoopMethods, Subject):
             >>> batch = tokenizer("Once upon a time", return_tensors="pt")
             >>> ids = model.generate(**batch, max_new_tokens=4)
         """
-        if synced_gpus is not None:
-            refuse_argument("synced_gpus", synced_gpus)
         spelled = {
             "generation_config": generation_config,
             "logits_processor": logits_processor,
             "stopping_criteria": stopping_criteria,
             "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
             "streamer": streamer,
+            "synced_gpus": synced_gpus,
             "negative_prompt_ids": negative_prompt_ids,
             "negative_prompt_attention_mask": negative_prompt_attention_mask,
             "custom_generate": custom_generate,

@@ -12,6 +12,7 @@ from everystep.adapters import Mix
 from everystep.api.model import LanguageModel, paired
 from everystep.draws import SeededDraws
 from everystep.drivers.driver import Driver, finished
+from everystep.drivers.synced import synced
 from everystep.engine import Engine, Lockstep
 from everystep.errors import RequestError, UnsupportedError
 from everystep.models import Model
@@ -100,9 +101,10 @@ def prefill(
     require_whole(own)
     (adapters,) = adapters_of(options.adapters, 1)
     resolved = options.resolved_of(adapters)
-    with inference_mode():
+    with synced(model, (options,), None), inference_mode():
         past = _held(model, own, read.values, read.pictures, adapters, resolved)
-    return Prefix(replace(own, past=None), past, model.core, adapters, resolved)
+    own, changes = replace(own, past=None), options.weight_changes
+    return Prefix(own, past, model.core, adapters, resolved, changes)
 
 
 def _refuse_choices(given: Mapping[str, object]) -> None:

@@ -19,6 +19,7 @@ from everystep.config.kinds import is_integer, require
 from everystep.draws import SeededDraws
 from everystep.drivers.complete import encoder_states
 from everystep.drivers.driver import Driver, finished
+from everystep.drivers.synced import synced
 from everystep.engine import Continuous, Engine
 from everystep.engine.logprobs import prompt_logprobs
 from everystep.errors import RequestError, shown
@@ -333,27 +334,28 @@ def _run(
 ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
     """Yield the row of each window with the likelihoods of its tokens; several are read at once."""
     wants, driver = Wants(prompt_logprobs=best), None
-    while taken := list(islice(windows, _AT_ONCE)):
-        requests = [
-            Request(
-                f"{number}",
-                one.prompt,
-                Greedy(),
-                SeededDraws(0),
-                stops=(MaxLength(0),),
-                wants=wants,
-                adapters=adapters,
-                resolved=resolved,
-            )
-            for number, one in enumerate(taken)
-        ]
-        if driver is None:
-            budget = max(_AT_ONCE, _LOGITS // model.vocab_size)
-            executor = model.executor(requests[0].needs)
-            driver = Driver(Engine(executor, Continuous(budget, _AT_ONCE)))
-        for group, one in zip(finished(driver, requests), taken, strict=True):
-            parts = _parts(prompt_logprobs(group))
-            yield one.row, tuple(part[one.first - 1 :] for part in parts)
+    with synced(model, (), None):
+        while taken := list(islice(windows, _AT_ONCE)):
+            requests = [
+                Request(
+                    f"{number}",
+                    one.prompt,
+                    Greedy(),
+                    SeededDraws(0),
+                    stops=(MaxLength(0),),
+                    wants=wants,
+                    adapters=adapters,
+                    resolved=resolved,
+                )
+                for number, one in enumerate(taken)
+            ]
+            if driver is None:
+                budget = max(_AT_ONCE, _LOGITS // model.vocab_size)
+                executor = model.executor(requests[0].needs)
+                driver = Driver(Engine(executor, Continuous(budget, _AT_ONCE)))
+            for group, one in zip(finished(driver, requests), taken, strict=True):
+                parts = _parts(prompt_logprobs(group))
+                yield one.row, tuple(part[one.first - 1 :] for part in parts)
 
 
 def _require_gradients(asked: object, best: int) -> None:

@@ -346,7 +346,7 @@ class ForeignExecutor:
         prepared, told = carried.prepared(foreign, given, cache, place.length)
         if not place.length and carries(foreign.base):
             require_new(carried, self._freed)
-        output = foreign.module(**prepared, return_dict=True)
+        output = foreign.forward(prepared)
         carried.update(foreign, output, told, chooses=bool(block.work.logits[block.feeds[0]]))
         return output
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from everystep.bridge.synced import DECODES, ENCODES, SyncedForwards
 from everystep.errors import ModelClassError, UnsupportedError
+from everystep.nn.modes import ordinary_mode
 
 NOBODY = "__base__"
 """The adapter of a row that none is to change, in the words of PEFT."""
@@ -26,8 +28,11 @@ class Foreign:
     any PEFT wrapper, whose signature says what a forward takes. `heard`: what its encoder takes by
     name, where it has one. `source`: the name of what the encoder reads if that is not ids, such as
     images. `watched`: modules whose attributes change while it runs; they are put back after every
-    step, so that no row sees another's.
+    step, so that no row sees another's. `synced`: what its forwards wait for, while a call makes
+    them together with other processes.
     """
+
+    synced: SyncedForwards | None = None
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -93,7 +98,31 @@ class Foreign:
 
     def call(self, given: Mapping[str, Any]) -> Any:
         """Return what the module returns for these arguments; with `at_rest` around it."""
-        return self.module(**given, use_cache=True, return_dict=True)
+        return self.forward({**given, "use_cache": True})
+
+    def forward(self, given: Mapping[str, Any]) -> Any:
+        """Return the same for arguments that say by themselves whether a cache is kept."""
+        with self._turn(DECODES):
+            return self.module(**given, return_dict=True)
+
+    def _turn(
+        self, part: int, read: Mapping[str, Tensor] | None = None
+    ) -> AbstractContextManager[None]:
+        return nullcontext() if self.synced is None else self.synced.turn(self, part, read)
+
+    def stand_in(self, part: int, read: Mapping[str, Tensor] | None) -> None:
+        """Run a forward of one position, or of the encoder on `read`, for nothing: another process
+        needs the weights that lie here."""
+        one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        with ordinary_mode(), self.at_rest(self.parts()):
+            if part == ENCODES:
+                self.encoder(**(read or {"input_ids": one}), return_dict=True)
+            elif self.encodes:
+                states = torch.zeros(1, 1, self.table.shape[1], dtype=self.dtype)
+                known = (states.to(self.device),)
+                self.module(encoder_outputs=known, decoder_input_ids=one, use_cache=False)
+            else:
+                self.module(input_ids=one, use_cache=False)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embed ids (...,) -> (..., E)."""
@@ -105,7 +134,8 @@ class Foreign:
         `shows`: `output_hidden_states`, `output_attentions`.
         """
         given = {name: one.to(self.device) for name, one in read.items()}
-        return self.encoder(**given, return_dict=True, **shows)
+        with self._turn(ENCODES, given):
+            return self.encoder(**given, return_dict=True, **shows)
 
     def real_states(self, mask: Tensor, length: int) -> Tensor:
         """Return (B, S) bool: which of S encoder states are real; `mask` is of the source.

@@ -20,6 +20,7 @@ from everystep.cli.info import info
 from everystep.cli.inspect import inspect
 from everystep.cli.models import models, pull, quantize
 from everystep.cli.perplexity import perplexity
+from everystep.cli.run_batch import run_batch
 from everystep.cli.serve import serve
 from everystep.cli.terminal import require_streams, tolerate_narrow_encodings, write_line
 from everystep.cli.train import train
@@ -35,6 +36,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(transcribe)
 app.command()(serve)
+app.command()(run_batch)
 app.command()(train)
 app.command()(pull)
 app.add_typer(models, name="models")

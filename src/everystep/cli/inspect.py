@@ -1,25 +1,90 @@
-"""`everystep inspect`: what a record of generations says, and how two of them differ."""
+"""`everystep inspect`: what a record of generations says, how two of them differ, what would have
+been, and a run that is driven by hand."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from everystep.cli import command_options as o
+from everystep.cli.adapters import AdapterOption
+from everystep.cli.live_inspection import Loaded, hold, serve_page
 from everystep.cli.terminal import is_terminal, note, write_line, write_table
+from everystep.errors import MissingExtraError
+from everystep.files.sources import DEFAULT_MODEL
 from everystep.inspector import views
 from everystep.inspector.paths import choosing
 from everystep.records import Record, RecordedRun, read_record
 
 _LEVELS = ("", "on #1d3b53", "on #5c4a00 underline", "on #7a3b00 underline", "on #7d1128 bold")
 _ORIGINS = {"given": "italic cyan", "forced": "dim", "drafted": "green"}
+_live = "A run in your hands, or questions to a model"
+
+Prompt = Annotated[
+    str | None,
+    typer.Option(
+        "--prompt", metavar="TEXT", help="Open a run that is driven by hand.", rich_help_panel=_live
+    ),
+]
+Web = Annotated[
+    bool,
+    typer.Option(
+        "--web", help="Show it as a page that this machine alone can open.", rich_help_panel=_live
+    ),
+]
+Port = Annotated[
+    int, typer.Option(metavar="N", min=0, max=65535, help="Of the page.", rich_help_panel=_live)
+]
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME:PORT",
+        help="Another name by which the page is called. Repeatable.",
+        rich_help_panel=_live,
+    ),
+]
+WhatIfs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--what-if",
+        metavar="NAME=VALUE",
+        help="Go on otherwise: seed=7, temperature=0.5, without=TopK, mask=2:5, adapter=NAME."
+        " Repeatable.",
+        rich_help_panel=_live,
+    ),
+]
+Why = Annotated[
+    str | None,
+    typer.Option(
+        "--why",
+        metavar="TOKEN",
+        help="What an id, #RANK or a text in quotes would have needed.",
+        rich_help_panel=_live,
+    ),
+]
+At = Annotated[
+    int | None,
+    typer.Option("--at", metavar="N", min=0, help="From this token on.", rich_help_panel=_live),
+]
+OfPrompt = Annotated[
+    bool,
+    typer.Option(
+        "--which-prompt", help="Which parts of the prompt mattered.", rich_help_panel=_live
+    ),
+]
 
 
+@o.takes(*o.OPTIONS)
 def inspect(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A record, by --record FILE.")],
+    context: typer.Context,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="A record, by --record FILE.")
+    ] = None,
     other: Annotated[
-        Path | None, typer.Argument(metavar="OTHER", help="Another one, to compare with.")
+        Path | None, typer.Argument(metavar="[OTHER]", help="Another one, to compare with.")
     ] = None,
     run: Annotated[
         str | None, typer.Option("--run", metavar="N", help="Show this run; the first otherwise.")
@@ -32,38 +97,160 @@ def inspect(
         typer.Option("--step", metavar="N", min=0, help="Show one step: its candidates, by stage."),
     ] = None,
     tree: Annotated[
-        bool, typer.Option("--tree", help="Show hypotheses and forks as a tree.")
+        bool, typer.Option("--tree", help="Show hypotheses, forks and drafts as a tree.")
     ] = False,
     rows: Annotated[
         int, typer.Option("--rows", metavar="N", min=0, help="Lines of the table of steps.")
     ] = 40,
-    export: Annotated[
-        Path | None, typer.Option("--export", metavar="PAGE", help="Write a page that opens alone.")
+    find: Annotated[
+        str | None, typer.Option("--find", metavar="TEXT", help="Show where a text stands.")
     ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            "--export",
+            metavar="TARGET",
+            help="Write a page (.html), a series (.csv, .parquet) or a trace (.json).",
+        ),
+    ] = None,
+    tui: Annotated[bool, typer.Option("--tui", help="Walk through it with arrow keys.")] = False,
+    *,
+    prompt: Prompt = None,
+    as_message: o.AsMessage = False,
+    web: Web = False,
+    port: Port = 0,
+    allow_host: AllowHost = None,
+    what_if: WhatIfs = None,
+    why: Why = None,
+    at: At = None,
+    which_prompt: OfPrompt = False,
+    model: o.Model = DEFAULT_MODEL,
+    dtype: o.DtypeOption = None,
+    quantize: o.Quantize = None,
+    cache_dtype: o.CacheDtypeOption = None,
+    device: o.Device = "cpu",
+    offline: o.Offline = False,
+    adapter: AdapterOption = None,
+    **said: Any,
 ) -> None:
-    """Show every step of a recorded generation: what was chosen, from what, and why it stopped."""
+    """Show every step of a recorded generation: what was chosen, from what, and why it stopped.
+
+    With --prompt, open a run and drive it by hand, in the terminal or on a page.
+    """
+    how = (dtype, quantize, cache_dtype, device, offline or context.obj)
+    loaded = Loaded(model, how, adapter)
+    _require_sense(context, file=file, prompt=prompt)
+    if file is None:
+        hold(loaded, str(prompt), said, as_message=as_message, web=(web, port, allow_host))
+        return
     record = read_record(file)
-    if other is not None:
-        for line in views.comparison(record, read_record(other), sequence):
+    rival = None if other is None else (other.name, read_record(other))
+    lines = _questions(what_if, why, at, which_prompt)
+    if web:
+        asked = _was_typed(context, "model") or bool(lines)
+        shown = (file.name, record), rival
+        serve_page(shown, loaded if asked else None, port, allow_host)
+    elif lines:
+        loaded.answer(record, file.name, _run(record, run).name, lines)
+    elif export is not None:
+        _export(record, file, export, rival)
+    elif rival is not None:
+        for line in views.comparison(record, rival[1], sequence):
             write_line(line)
-        return
-    if export is not None:
-        _export(record, file, export)
-        return
-    chosen = _run(record, run)
-    if step is not None:
-        _show_step(record, chosen, step)
-    elif tree:
-        _show_trees(record, chosen)
+    elif tui:
+        _walk(record, _run(record, run), sequence)
     else:
-        _show_run(record, chosen, sequence, rows)
+        chosen = _run(record, run)
+        _show(record, chosen, sequence, rows, step=step, tree=tree, find=find)
 
 
-def _export(record: Record, file: Path, target: Path) -> None:
+def _was_typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+_OF_FILES = ("other", "run", "sequence", "step", "tree", "rows", "find", "export", "tui")
+_OF_QUESTIONS = ("what_if", "why", "at", "which_prompt")
+_OF_PAGES = ("port", "allow_host")
+_OF_MODELS = ("dtype", "quantize", "cache_dtype", "device", "adapter", "model")
+
+
+def _require_sense(context: typer.Context, *, file: Path | None, prompt: str | None) -> None:
+    """Refuse options that the rest of the command line gives no effect."""
+    if (file is None) == (prompt is None):
+        raise typer.BadParameter("give FILE, or --prompt TEXT for a run that is driven by hand")
+    typed = {name for name in context.params if _was_typed(context, name)}
+    questions = typed & {*_OF_QUESTIONS}
+    if prompt is not None:
+        wrong, why = typed & {*_OF_FILES, *_OF_QUESTIONS}, "are for records in files"
+    else:
+        wrong, why = typed & {*o.OPTIONS, "as_message"}, "belong to --prompt"
+    if not wrong and not (typed & {"web"}):
+        wrong, why = typed & {*_OF_PAGES}, "belong to --web"
+    if not wrong and prompt is None and not questions and "web" not in typed:
+        wrong, why = typed & {*_OF_MODELS}, "belong to --prompt, --web, --what-if or --why"
+    if not wrong and questions == {"at"}:
+        wrong, why = questions, "belongs to --what-if or --why"
+    ways = typed & {"web", "tui", "export", "step", "tree", "find"}
+    if not wrong and len(ways | ({"what-if"} if questions else set())) > 1 and questions:
+        wrong, why = ways, "and questions are asked one at a time"
+    if not wrong and len(ways) > 1:
+        wrong, why = ways, "are ways to show it; give one of them"
+    if wrong:
+        known = {"as_message": "chat", "other": "OTHER"}
+        spelled = sorted(known.get(name, name).replace("_", "-") for name in wrong)
+        names = ", ".join(f"--{one}" if one.islower() else one for one in spelled)
+        raise typer.BadParameter(f"{names} {why}")
+
+
+def _questions(
+    what_if: list[str] | None, why: str | None, at: int | None, which_prompt: bool
+) -> list[str]:
+    """Return what is asked, as the lines of a session."""
+    import shlex
+
+    found = []
+    if what_if:
+        place = "" if at is None else f" at {at}"
+        found.append(f"if {shlex.join(what_if)}{place}")
+    if why is not None:
+        found.append(f"why {why}" if at is None else f"why {why} {at}")
+    return [*found, "prompt"] if which_prompt else found
+
+
+def _export(record: Record, file: Path, target: Path, other: tuple[str, Record] | None) -> None:
+    from everystep.inspector.exports import export
     from everystep.inspector.page import write_page
 
-    write_page(record, target, title=file.name)
+    if other is None:
+        export(record, target, file.name)
+    elif target.suffix.lower() != ".html":
+        raise typer.BadParameter("two records are compared on a page, a file that ends in .html")
+    else:
+        write_page(record, target, file.name, other)
     note(f"wrote {target}, which holds the prompts and texts of the record")
+
+
+def _walk(record: Record, run: RecordedRun, sequence: int) -> None:
+    require_textual()
+    from everystep.inspector.walking import walk
+
+    _require_sequence(run, sequence)
+    walk(record, run, sequence)
+
+
+def require_textual() -> None:
+    """Raise MissingExtraError where the library of the walk is not installed."""
+    try:
+        import_module("textual")
+    except ImportError as error:
+        raise MissingExtraError.of("everystep inspect --tui", "textual", "tui") from error
+
+
+def _require_sequence(run: RecordedRun, sequence: int) -> None:
+    if sequence not in run.tokens and run.tokens:
+        known = ", ".join(map(str, sorted(run.tokens)))
+        raise typer.BadParameter(f"there is no sequence {sequence}; there are {known}")
 
 
 def _run(record: Record, name: str | None) -> RecordedRun:
@@ -77,21 +264,53 @@ def _run(record: Record, name: str | None) -> RecordedRun:
     return record.runs[name]
 
 
+def _show(
+    record: Record,
+    run: RecordedRun,
+    sequence: int,
+    rows: int,
+    *,
+    step: int | None,
+    tree: bool,
+    find: str | None,
+) -> None:
+    """Show a run in one of the ways."""
+    if step is not None:
+        show_step(record, run, step)
+    elif tree:
+        for line in views.forest(record, run):
+            write_line(line)
+    elif find is not None:
+        _show_places(record, run, sequence, find)
+    else:
+        _show_run(record, run, sequence, rows)
+
+
+def _show_places(record: Record, run: RecordedRun, sequence: int, text: str) -> None:
+    """Show where a text stands among the tokens, with what is around it."""
+    _require_sequence(run, sequence)
+    tokens = views.tokens_of(record, run, sequence)
+    places = views.places_of(tokens, text)
+    for at in places:
+        around = "".join(one.text for one in tokens[max(0, at - 8) : at + 9])
+        write_line(f"{at}\t{tokens[at].id}\t{around}")
+    if not places:
+        raise typer.BadParameter(f"{text!r} does not stand in this sequence")
+
+
 def _show_run(record: Record, run: RecordedRun, sequence: int, rows: int) -> None:
     write_table(("what", "here"), views.heading(record, run))
     if len(record.runs) > 1:
         names = ", ".join(map(views.marked, list(record.runs)[:20]))
         write_line(f"\nruns: {names}; show another with --run")
-    if sequence not in run.tokens and run.tokens:
-        known = ", ".join(map(str, sorted(run.tokens)))
-        raise typer.BadParameter(f"there is no sequence {sequence}; there are {known}")
+    _require_sequence(run, sequence)
     tokens = views.tokens_of(record, run, sequence)
     write_line()
-    _show_text(tokens)
+    show_text(tokens)
     write_line()
     for name, strip, span in views.series(tokens):
         write_line(f"{name:14} {strip}  {span}")
-    for line in views.ends(record, run):
+    for line in [*views.ends(record, run), *views.findings(tokens)]:
         write_line(line)
     head, lines = views.steps(record, run)
     write_line()
@@ -100,7 +319,7 @@ def _show_run(record: Record, run: RecordedRun, sequence: int, rows: int) -> Non
         write_line(f"{len(lines) - rows} more; --rows {len(lines)} shows them")
 
 
-def _show_text(tokens: list[views.Token]) -> None:
+def show_text(tokens: list[views.Token]) -> None:
     """Write the text: for a person every token coloured and underlined by its surprise."""
     if not is_terminal(typer.get_text_stream("stdout")):
         write_line("".join(one.text for one in tokens))
@@ -124,7 +343,8 @@ def _show_text(tokens: list[views.Token]) -> None:
     console.print(key)
 
 
-def _show_step(record: Record, run: RecordedRun, step: int) -> None:
+def show_step(record: Record, run: RecordedRun, step: int) -> None:
+    """Write one step: its candidates by stage, and what else there was."""
     steps = choosing(run)
     if step >= len(steps):
         raise typer.BadParameter(f"there is no step {step}; the run has {len(steps)}")
@@ -134,20 +354,5 @@ def _show_step(record: Record, run: RecordedRun, step: int) -> None:
             write_line(line)
         write_table(*views.candidates(record, row))
         write_line()
-    for draft in one.drafts:
-        text = "".join(views.spelled(record, id) for id in draft.ids)
-        write_line(f"drafted after sequence {draft.of}: {text}; the first {draft.right} were right")
-    for fed in one.fed:
-        write_line(f"sequence {fed.of} fed {fed.count} positions; {fed.start} came from a cache")
-    spent = ", ".join(f"{views.marked(n)} {s * 1e3:.2f} ms" for n, s in one.seconds.items())
-    write_line(f"{spent}; {one.beside} other requests in the step")
-
-
-def _show_trees(record: Record, run: RecordedRun) -> None:
-    for line in views.tree(record, run):
+    for line in views.about_step(record, one):
         write_line(line)
-    for fork in record.runs.values():
-        if fork.parent is not None and fork.parent[0] == run.name:
-            write_line(f"run {views.marked(fork.name)} goes on from token {fork.parent[1]}:")
-            for line in views.tree(record, fork)[1:]:
-                write_line(f"  {line}")

@@ -15,8 +15,10 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "train": ("pyarrow", "tensorboard", "matplotlib"),
     "server": (
         *("starlette", "uvicorn", "msgspec"),
-        *("prometheus-client", "httptools", "uvloop"),
+        *("prometheus-client", "httptools", "uvloop", "python-multipart"),
     ),
+    "tui": ("textual",),
+    "notebook": ("anywidget",),
 }
 """The distributions that each extra brings, but for those that the command line needs itself."""
 

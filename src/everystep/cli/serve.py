@@ -26,7 +26,7 @@ _NEXT = """serving {model} on {address}
 
   every field: {address}/openapi.json - Ctrl-C ends it"""
 
-_LIBRARIES = ("starlette", "uvicorn", "msgspec", "prometheus_client")
+_LIBRARIES = ("starlette", "uvicorn", "msgspec", "prometheus_client", "python_multipart")
 _access = "Who may ask"
 _load = "Load"
 Named = Annotated[
@@ -116,6 +116,10 @@ def serve(
     threads: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Of the engine.", rich_help_panel=_load)
     ] = None,
+    files: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Take batch files, and keep them in this folder."),
+    ] = None,
     quantize: o.Quantize = None,
     cache_dtype: o.CacheDtypeOption = None,
     offline: o.Offline = False,
@@ -126,8 +130,8 @@ def serve(
     """
     said: dict[str, Any] = {
         "model": source,
-        "models": _pairs(model, "--model"),
-        "adapters": _pairs(adapter, "--adapter"),
+        "models": pairs(model, "--model"),
+        "adapters": pairs(adapter, "--adapter"),
         "host": host,
         "port": port,
         "uds": None if uds is None else str(uds),
@@ -140,6 +144,7 @@ def serve(
         "max_waiting": max_waiting,
         "deadline": deadline,
         "threads": threads,
+        "files": None if files is None else str(files),
         "quantize": None if quantize is None else quantize.value,
         "cache_dtype": None if cache_dtype is None else cache_dtype.value,
         "offline": offline or context.obj or None,
@@ -150,6 +155,7 @@ def serve(
 
     given = {name: value for name, value in said.items() if value not in (None, [], {})}
     read = read_settings(settings, given)
+    read.book()
     read.front()  # what is wrong with it is said before anything is loaded
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     if not is_terminal(sys.stderr):
@@ -162,16 +168,16 @@ def serve(
     asyncio.run(run(read, tell))
 
 
-def require_server() -> None:
+def require_server(command: str = "everystep serve") -> None:
     """Raise MissingExtraError where a library of the server is not installed."""
     for library in _LIBRARIES:
         try:
             import_module(library)
         except ImportError as error:
-            raise MissingExtraError.of("everystep serve", library, "server") from error
+            raise MissingExtraError.of(command, library, "server") from error
 
 
-def _pairs(given: list[str] | None, option: str) -> dict[str, str]:
+def pairs(given: list[str] | None, option: str) -> dict[str, str]:
     """Return NAME=VALUE by name."""
     found = {}
     for one in given or ():

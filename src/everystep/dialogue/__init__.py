@@ -6,7 +6,13 @@ choice)` is the grammar that holds an answer to calls. `read_dialogue` reads the
 which give all of these for one conversation.
 """
 
-from everystep.dialogue.asked import Dialogue, Message, read_dialogue
+from everystep.dialogue.asked import (
+    Dialogue,
+    Message,
+    read_dialogue,
+    switches_thoughts,
+    thoughts_apart,
+)
 from everystep.dialogue.dialects import Dialect, dialect_of
 from everystep.dialogue.forcing import grammar_for
 from everystep.dialogue.parsed import (
@@ -45,5 +51,7 @@ __all__ = [
     "read_choice",
     "read_dialogue",
     "read_tools",
+    "switches_thoughts",
+    "thoughts_apart",
     "written",
 ]

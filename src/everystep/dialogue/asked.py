@@ -211,8 +211,6 @@ def read_dialogue(
             "thinking_budget has no effect: the chat template knows no thoughts",
             do="Leave thinking_budget out, or load a model that thinks",
         )
-    special = special_tokens(tokenizer)
-    marks = {one: special[one] for one in special if one and _stands_in(one, dialect.spoken)}
     shown_tools = (
         tuple(tool_schemas(list(tools)) or ()) if isinstance(tools, list | tuple) else None
     )
@@ -223,11 +221,35 @@ def read_dialogue(
         choice,
         parallel_tool_calls is not False,
         thinking_budget if isinstance(thinking_budget, int) else None,
-        marks,
+        _marks(tokenizer, dialect),
         {} if enable_thinking is None else _thinking(source, enable_thinking),
     )
     found.grammar(thinks=False)  # what is wrong with a schema is known before any compute
     return found
+
+
+def thoughts_apart(tokenizer: Any) -> Dialogue | None:
+    """Return what asks for nothing and tells thoughts apart, None for a chat template without."""
+    source = getattr(tokenizer, "chat_template", None)
+    try:
+        dialect = dialect_of(source)
+    except UnsupportedError:  # a form that is not known
+        return None
+    if dialect.thoughts is None:
+        return None
+    return Dialogue(dialect, special=_marks(tokenizer, dialect))
+
+
+def switches_thoughts(tokenizer: Any) -> bool:
+    """Return whether the chat template asks if the model thinks."""
+    source = getattr(tokenizer, "chat_template", None)
+    return source is not None and _switch(source) is not None
+
+
+def _marks(tokenizer: Any, dialect: Dialect) -> dict[str, int]:
+    """Return the dialect's marks that are special tokens, with their ids."""
+    special = special_tokens(tokenizer)
+    return {one: special[one] for one in special if one and _stands_in(one, dialect.spoken)}
 
 
 def _require_kinds(tools: object, parallel: object, thinking: object, budget: object) -> None:
@@ -248,14 +270,17 @@ def _stands_in(token: str, marks: Sequence[str]) -> bool:
     return any(token in mark for mark in marks)
 
 
-def _thinking(source: str | Mapping[str, str], value: object) -> dict[str, object]:
-    """Return the variable by which a template asks whether the model thinks."""
+def _switch(source: str | Mapping[str, str]) -> str | None:
+    """Return the variable by which a template asks whether the model thinks, None for none."""
     named = {"default": source} if isinstance(source, str) else dict(source)
-    text = named.get("tool_use") or named.get("default") or ""
-    reads = ChatTemplate(text).reads
-    for name in _THINKING:
-        if name in reads:
-            return {name: value}
+    reads = ChatTemplate(named.get("tool_use") or named.get("default") or "").reads
+    return next((name for name in _THINKING if name in reads), None)
+
+
+def _thinking(source: str | Mapping[str, str], value: object) -> dict[str, object]:
+    """Return the template's variable for thinking with a value; UnsupportedError for none."""
+    if (name := _switch(source)) is not None:
+        return {name: value}
     raise UnsupportedError(
         "enable_thinking has no effect: the chat template does not ask for it",
         wanted=f"a template that reads {' or '.join(_THINKING)}",

@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 from everystep.cache.containers import Cache
+from everystep.config.kinds import FLAG
 from everystep.drivers.complete import completed
 from everystep.drivers.custom import Loop, refuse_unseen, run_loop
 from everystep.drivers.driver import Driver, Mailbox, freed
+from everystep.drivers.synced import synced
 from everystep.engine import Engine, Lockstep
 from everystep.engine.collect import Collector
 from everystep.engine.decided import results_of
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
-from everystep.errors import UnsupportedError
+from everystep.errors import RequestError, UnsupportedError
 from everystep.nn.modes import inference_mode, ordinary_mode
 from everystep.outputs import (
     GenerateBeamDecoderOnlyOutput,
@@ -56,6 +58,7 @@ def generate(model: Subject, given: Arguments) -> Any:
         require("streamer", streamer, "put", "end")
     loop = beside.custom_generate if isinstance(beside.custom_generate, Loop) else None
     options, inputs, past = read_call(model, given)
+    together = _together(beside.synced_gpus, loop)
     call = prepare(model, options, inputs, past, "lockstep" if loop is None else "loop")
     if loop is not None:
         refuse_unseen(call, loop)
@@ -65,12 +68,25 @@ def generate(model: Subject, given: Arguments) -> Any:
     for notice in notices:
         warnings.warn(notice, stacklevel=3)
     delivery = None if streamer is None else delivery_of(call, streamer)
-    with inference_mode():
+    with synced(model, (options,), together), inference_mode():
         call = completed(model, call)
         if loop is None:
             return _run(model, call, delivery, given.prompt.past_key_values)
     with torch.no_grad():
         return run_loop(model, call, loop, given)
+
+
+def _together(asked: object, loop: Loop | None) -> bool | None:
+    """Return whether forwards are made with other processes; None: where they have to be."""
+    together: bool | None = FLAG.checked(asked, "synced_gpus") if asked is not None else None
+    if together and loop is not None:
+        raise RequestError(
+            "synced_gpus is about the engine's own forwards, not those of custom_generate",
+            wanted="one of the two",
+            got="both",
+            do="Leave synced_gpus out, and let the loop wait for the other processes",
+        )
+    return together
 
 
 def read_call(model: Subject, given: Arguments) -> tuple[Options, Inputs, Cache | None]:

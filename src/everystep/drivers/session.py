@@ -27,6 +27,7 @@ from everystep.draws import seed_of
 from everystep.drivers.complete import completed
 from everystep.drivers.driver import Driver, Mailbox, is_data, reopen_after_fork, shared_driver
 from everystep.drivers.generated import Reply, end_of_prompt
+from everystep.drivers.synced import refuse_parts, synced
 from everystep.engine import Continuous, Engine, Reuse
 from everystep.engine.collect import Captures
 from everystep.errors import EverystepError, RequestError, UnsupportedError, shown
@@ -112,6 +113,8 @@ class Session:
         self._conversations = set() if chat is None else {0}  # numbers of prompts
         self._gives_events = gives_events or gives_steps
         self._gives_steps = gives_steps
+        if self._gives_events:
+            refuse_parts(model)
         self._carried = OF_STEPS if gives_steps else OF_LAYERS if gives_layers else ()
         self._captures = Captures()
         self.tokenizer = tokenizer
@@ -428,23 +431,24 @@ class Session:
         it failed. No more of them wait in the engine than it can soon admit."""
         coming = enumerate(prompts)
         inside: dict[int, tuple[Driver, Mailbox]] = {}
-        try:
-            while (taken := list(islice(coming, _INSIDE - len(inside)))) or inside:
-                for number, prompt in taken:
-                    try:
-                        inside[number] = self.submit(self.request(prompt, number))
-                    except Exception as error:
-                        yield number, self.reply(number).failed(error), error
-                for driver in {driver: None for driver, _ in inside.values()}:
-                    own = [box for one, box in inside.values() if one is driver]
-                    driver.step_until(partial(_any_over, own))
-                for number in [n for n, (_, box) in inside.items() if box.over]:
-                    (group,) = inside.pop(number)[1].groups
-                    self.note_cut(number, group)
-                    yield number, self.reply(number).shaped(group), group.error
-        finally:
-            for driver, box in inside.values():  # after an error or interrupt: others may go on
-                driver.leave(box)
+        with synced(self._model, self._options.values(), None):
+            try:
+                while (taken := list(islice(coming, _INSIDE - len(inside)))) or inside:
+                    for number, prompt in taken:
+                        try:
+                            inside[number] = self.submit(self.request(prompt, number))
+                        except Exception as error:
+                            yield number, self.reply(number).failed(error), error
+                    for driver in {driver: None for driver, _ in inside.values()}:
+                        own = [box for one, box in inside.values() if one is driver]
+                        driver.step_until(partial(_any_over, own))
+                    for number in [n for n, (_, box) in inside.items() if box.over]:
+                        (group,) = inside.pop(number)[1].groups
+                        self.note_cut(number, group)
+                        yield number, self.reply(number).shaped(group), group.error
+            finally:
+                for driver, box in inside.values():  # after an error or interrupt: others may go on
+                    driver.leave(box)
 
     def note_cut(self, index: int, group: Group, *, depth: int = 4) -> None:
         """Warn a caller once whose texts are cut at the default length; `depth`: how many calls

@@ -124,7 +124,7 @@ def with_given(memo: Mapping[str, Any], kept: int, given: list[int], best: int) 
     chain = None
     for one in known:
         chain = Chain(one, chain)
-    return {_CHOICES: chain}
+    return {} if chain is None else {_CHOICES: chain}
 
 
 def choice_logprobs(memo: Mapping[str, Any], length: int) -> TokenLogprobs:

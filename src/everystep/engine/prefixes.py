@@ -51,19 +51,21 @@ class Key(NamedTuple):
     """Only rows with equal keys may hold the same: who shares, what the weights are, and what the
     first positions are where a row began with a past, which is compared by identity.
 
-    `resolved`: the numbers of what the names of adapters stand for.
+    `resolved`: the numbers of what the names of adapters stand for. `changes`: how often the
+    weights had been changed in place.
     """
 
     salt: str | None
     adapters: tuple[tuple[str, float], ...]
     resolved: tuple[int, ...]
+    changes: int
     past: Past | None
 
 
 def key_of(request: Request) -> Key:
     """Return what a row must have in common with those of this request."""
     numbers = tuple(one.number for one in request.resolved)
-    return Key(request.salt, request.adapters, numbers, request.prompt.past)
+    return Key(request.salt, request.adapters, numbers, request.weight_changes, request.prompt.past)
 
 
 @dataclass(slots=True, eq=False)

@@ -7,6 +7,7 @@ draw that leads to the chosen token.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from everystep.draws import SeededDraws
 from everystep.engine.watching import StepRecord, WatchedStep
 from everystep.errors import NOBODYS, EverystepError
 from everystep.processors.base import UserProcessor
+from everystep.processors.grammars.mask import GrammarMask
 from everystep.records import Line, RecordWriter, exact, spelled
 from everystep.stops.ends import EosToken
 from everystep.text import Spelling
@@ -32,6 +34,8 @@ BEST = 10
 """Candidates of a choice that are recorded before and after every stage, at least."""
 _MOST_BEST = 66
 _BLOCK = 64
+_MOST_VALUE = 4000
+"""Characters of a value of the configuration as JSON, at most."""
 _MOST_PROMPT = 100_000
 """Ids of a prompt that are recorded: the last so many."""
 Spell = Callable[[int], bytes]
@@ -91,6 +95,14 @@ class RunRecorder:
         if any(event.finish is not None for event in step.events):
             self.writer.flush()
 
+    def begin(self, request: str) -> None:
+        """Write the first lines of a run, unless they are there."""
+        self.writer.write([*self._begun(request)])
+
+    def name(self, request: str) -> str | None:
+        """Return the name that a run has in the record; None before its first line."""
+        return self._names.get(request)
+
     def edited(self, request: str, at: int, tokens: list[int], given: list[int]) -> None:
         """Write that other ids stand after the prompt from now on; the first `at` are as before."""
         lines = [*self._begun(request)]
@@ -99,6 +111,13 @@ class RunRecorder:
         kind = {"type": "edit", "run": self._names[request], "at": at}
         self.writer.write([*lines, *self._texts(own), {**kind, "ids": own, "given": given}])
         self._lengths[request, 0] = len(tokens)
+
+    def changed(self, request: str, at: int, changes: Mapping[str, object]) -> None:
+        """Write that other values hold from the choice after `at` tokens on."""
+        said = {name: _simple(value) for name, value in changes.items()}
+        lines = [*self._begun(request)]
+        line = {"type": "set", "run": self._names[request], "at": at, "values": said}
+        self.writer.write([*lines, line])
 
     def forked(self, parent: str, request: str) -> None:
         """Write that a run goes on from another one."""
@@ -367,8 +386,19 @@ def _about(request: Request) -> dict[str, object]:
         "stops": [_said(one) for one in request.stops],
         "drafter": None if drafter is None else type(drafter).__name__,
         "hooks": [type(hook).__name__ for hook in request.hooks],
+        "follows": _followed(request),
         "adapters": [[name, weight] for name, weight in request.adapters],
     }
+
+
+def _followed(request: Request) -> list[str] | None:
+    """Return the kind and the text of the grammar that a request follows; None without one, or
+    where it is long."""
+    masks = [one for one in request.processors if isinstance(one, GrammarMask)]
+    if not masks or len(masks[0].grammar.source.text) > _MOST_VALUE:
+        return None
+    source = masks[0].grammar.source
+    return [source.kind, source.text]
 
 
 def _said(value: object) -> str:
@@ -382,10 +412,17 @@ def _configuration(fields: Effective) -> dict[str, object]:
     found: dict[str, object] = {}
     for name, value in fields.items():
         if (source := fields.source(name)) != "default":
-            simple = value is None or isinstance(value, bool | int | str)
-            number = isinstance(value, float) and math.isfinite(value)
-            found[name] = [value if simple or number else repr(value)[:400], source]
+            found[name] = [_simple(value), source]
     return found
+
+
+def _simple(value: object) -> object:
+    """Return a value as JSON has it, if it is of such and not long; else what it says of itself."""
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        text = ""
+    return json.loads(text) if 0 < len(text) <= _MOST_VALUE else repr(value)[:400]
 
 
 def _speller(tokenizer: Any) -> Spell:

@@ -1,7 +1,7 @@
-"""A record as one page: a file that opens from disk, alone, and asks nobody for anything.
+"""Records as one page: a file that opens from disk, alone, and asks nobody for anything.
 
-The record lies in it compressed, as data. The script makes all text by `textContent`, and the
-page's policy allows this script and this style alone, by their digests.
+The records lie in it compressed, as data. The script makes all text by `textContent`, and the
+page's policy allows these scripts and this style alone, by their digests.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import gzip
 import hashlib
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
 from everystep.files.atomic import write_atomic
 from everystep.inspector import views
 from everystep.inspector.paths import choosing
-from everystep.records import Record, RecordedRow, RecordedRun
+from everystep.records import Record, RecordedRow, RecordedStep
 
-_HEAD = "default-src 'none'; script-src '{}'; style-src '{}'; base-uri 'none'; form-action 'none'"
+Titled = tuple[str, Record]
+_HEAD = "default-src 'none'; script-src {}; style-src '{}'; base-uri 'none'; form-action 'none'"
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -31,34 +32,39 @@ _PAGE = """<!doctype html>
 <title>{title}</title>
 <style>{style}</style>
 </head>
-<body>
+<body class="everystep">
 <main id="page"><p id="state" role="status">Opening the record.</p></main>
 <noscript><p>This page needs its script to show the record.</p></noscript>
 <script type="application/json" id="record">{data}</script>
 <script>{script}</script>
+<script>{opening}</script>
 </body>
 </html>
 """
 
 
-def write_page(record: Record, target: Path, title: str) -> None:
-    """Write the page of a record, whole or not at all."""
-    write_atomic(target, page(record, title).encode())
+def asset(name: str) -> str:
+    """Return the text of a script or a style of the page."""
+    return (files("everystep.inspector") / name).read_text(encoding="utf-8")
 
 
-def page(record: Record, title: str) -> str:
-    """Return the page of a record."""
-    assets = files("everystep.inspector")
-    script = (assets / "page.js").read_text(encoding="utf-8")
-    style = (assets / "page.css").read_text(encoding="utf-8")
-    said = json.dumps(document(record, title), separators=(",", ":"), allow_nan=False)
+def write_page(record: Record, target: Path, title: str, other: Titled | None = None) -> None:
+    """Write the page of a record, or of two that are compared, whole or not at all."""
+    write_atomic(target, page(record, title, other).encode())
+
+
+def page(record: Record, title: str, other: Titled | None = None) -> str:
+    """Return the page of a record, or of two that are compared."""
+    script, opening, style = asset("page.js"), asset("opened.js"), asset("page.css")
+    said = json.dumps(document(record, title, other), separators=(",", ":"), allow_nan=False)
+    scripts = f"'{_digest(script)}' '{_digest(opening)}'"
+    policy = f"{_HEAD.format(scripts, _digest(style))}; require-trusted-types-for 'script'"
     return _PAGE.format(
-        policy=html.escape(
-            f"{_HEAD.format(_digest(script), _digest(style))}; require-trusted-types-for 'script'"
-        ),
+        policy=html.escape(policy),
         title=html.escape(views.marked(title)),
         style=style,
         script=script,
+        opening=opening,
         data=base64.b64encode(gzip.compress(said.encode(), 6, mtime=0)).decode(),
     )
 
@@ -67,46 +73,107 @@ def _digest(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def document(record: Record, title: str) -> dict[str, object]:
-    """Return what the script shows, as JSON: texts have their marks already."""
+def document(
+    record: Record, title: str, other: Titled | None = None, *, whole: bool = True
+) -> dict[str, object]:
+    """Return what the script shows, as JSON: texts have their marks already.
+
+    `whole`: with every step; without, each run has the number of its steps, for pages that ask for
+    them by window.
+    """
+    shown = [(title, record)] if other is None else [(title, record), other]
+    runs: list[dict[str, object]] = []
+    for place, (name, one) in enumerate(shown):
+        prefix = "" if other is None else f"{views.marked(name)}: "
+        runs += _runs(one, place, len(runs), prefix, whole=whole)
     return {
-        "title": views.marked(title),
-        "texts": {str(id): views.spelled(record, id) for id in record.texts},
-        "runs": [_run(record, run) for run in record.runs.values()],
-        "cut": record.cut,
+        "title": " and ".join(views.marked(name) for name, _ in shown),
+        "texts": [{str(id): views.spelled(one, id) for id in one.texts} for _, one in shown],
+        "runs": runs,
+        "cut": any(one.cut for _, one in shown),
+        "comparison": None if other is None else _comparison(record, other[1]),
     }
 
 
-def _run(record: Record, run: RecordedRun) -> dict[str, object]:
-    steps = choosing(run)
-    places = {id(row): (i, j) for i, step in enumerate(steps) for j, row in enumerate(step.rows)}
-    sequences = {}
-    for index in sorted(run.tokens):
-        tokens = views.tokens_of(record, run, index)
-        sequences[str(index)] = [
-            [one.id, _rounded(one.surprise), one.origin, *places.get(id(one.row), (-1, -1))]
-            for one in tokens
-        ]
-    first = run.about.get("first_position")
-    return {
-        "name": views.marked(run.name),
-        "heading": views.heading(record, run),
-        "prompt": list(run.prompt),
-        "first": first if type(first) is int else 0,
-        "sequences": sequences,
-        "steps": [
+def _runs(
+    record: Record, place: int, first: int, prefix: str, *, whole: bool
+) -> list[dict[str, object]]:
+    """Return the runs of the record at this place, the first of which has this number."""
+    steps = [choosing(run) for run in record.runs.values()]
+    places = {
+        id(row): (r, i, j)
+        for r, own in enumerate(steps)
+        for i, step in enumerate(own)
+        for j, row in enumerate(step.rows)
+    }
+    found = []
+    for r, run in enumerate(record.runs.values()):
+        start = run.about.get("first_position")
+        sequences = {
+            str(index): [
+                _token(one, places.get(id(one.row)), first, steps)
+                for one in views.tokens_of(record, run, index)
+            ]
+            for index in sorted(run.tokens)
+        }
+        found.append(
             {
-                "rows": [_row(row) for row in step.rows],
-                "drafts": [[one.of, list(one.ids), one.right] for one in step.drafts],
-                "fed": [[one.of, one.start, one.count] for one in step.fed],
-                "seconds": _seconds(step.seconds),
-                "beside": step.beside,
+                "name": f"{prefix}{views.marked(run.name)}",
+                "record": place,
+                "heading": views.heading(record, run),
+                "prompt": list(run.prompt),
+                "first": start if type(start) is int else 0,
+                "sequences": sequences,
+                "steps": [*map(shown_step, steps[r])] if whole else len(steps[r]),
+                "ends": views.ends(record, run),
+                "tree": views.forest(record, run),
             }
-            for step in steps
+        )
+    return found
+
+
+def _token(
+    one: views.Token,
+    place: tuple[int, int, int] | None,
+    first: int,
+    steps: Sequence[Sequence[RecordedStep]],
+) -> list[object]:
+    """Return id, surprise, origin, step, row, run, entropy, rank and milliseconds of a token."""
+    row = one.row
+    r, i, j = place or (0, -1, -1)
+    spent = None if place is None else sum(steps[r][i].seconds.values()) * 1e3
+    rank = None if row is None or row.ranks is None else row.ranks[0]
+    entropy = None if row is None else _rounded(row.entropies[0])
+    surprise = _rounded(one.surprise)
+    return [one.id, surprise, one.origin, i, j, first + r, entropy, rank, _rounded(spent)]
+
+
+def shown_step(step: RecordedStep) -> dict[str, object]:
+    """Return a step as the script shows it."""
+    return {
+        "rows": [_row(row) for row in step.rows],
+        "drafts": [
+            [one.of, list(one.ids), one.right, views.instead(step, one)] for one in step.drafts
         ],
-        "ends": views.ends(record, run),
-        "tree": views.tree(record, run),
+        "lost": [
+            [one.of, one.id, _rounded(one.score), _rounded(one.least)] for one in views.lost(step)
+        ],
+        "fed": [[one.of, one.start, one.count] for one in step.fed],
+        "seconds": _seconds(step.seconds),
+        "beside": step.beside,
     }
+
+
+def _comparison(record: Record, other: Record) -> dict[str, object]:
+    """Return what differs, and for each pair of runs the first other token."""
+    pairs = []
+    both = zip(record.runs.values(), other.runs.values(), strict=False)
+    for number, (one, two) in enumerate(both):
+        mine = one.tokens.get(min(one.tokens, default=0), [])
+        theirs = two.tokens.get(min(two.tokens, default=0), [])
+        at = views.common(mine, theirs)
+        pairs.append({"one": number, "other": len(record.runs) + number, "at": at})
+    return {"lines": [*views.comparison(record, other)], "pairs": pairs}
 
 
 def _row(row: RecordedRow) -> dict[str, object]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-import unicodedata
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from everystep.inspector.paths import Node, Paths, choosing, rows_along
-from everystep.records import Record, RecordedRow, RecordedRun
+from everystep.records import Record, RecordedDraft, RecordedRow, RecordedRun, RecordedStep
+from everystep.shown import marked as marked
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 BARS = "▁▂▃▄▅▆▇█"
-_NAMED = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 _EDGE = 60
+_MOST_TWINS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +27,7 @@ class Token:
     surprise: float | None
     origin: str
     row: RecordedRow | None
-
-
-def marked(text: str, *, spaces: bool = True) -> str:
-    """Return the text with marks in place of what moves, hides or turns: controls, directions,
-    half characters; with `spaces`, spaces and line breaks have marks too."""
-    found = []
-    for one in text:
-        if one in _NAMED and (spaces or one == "\r"):
-            found.append(_NAMED[one])
-        elif one in "\n\t":
-            found.append(one)
-        elif unicodedata.category(one) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
-            found.append(f"‹U+{ord(one):04X}›")
-        else:
-            found.append(one)
-    return "".join(found)
+    milliseconds: float | None = None
 
 
 def spelled(record: Record, id: int) -> str:
@@ -52,13 +38,15 @@ def spelled(record: Record, id: int) -> str:
 def tokens_of(record: Record, run: RecordedRun, index: int = 0) -> list[Token]:
     """Return the tokens of a sequence."""
     ids = run.tokens.get(index, [])
+    spent = {id(row): sum(step.seconds.values()) * 1e3 for step in run.steps for row in step.rows}
     found = []
-    for at, (id, row) in enumerate(zip(ids, rows_along(run, index), strict=True)):
+    for at, (token, row) in enumerate(zip(ids, rows_along(run, index), strict=True)):
         origin = "given" if at in run.given else "unknown" if row is None else row.origin
         surprise = None
         if row is not None and origin != "given":
-            surprise = surprise_of(row, id)
-        found.append(Token(at, id, spelled(record, id), surprise, origin, row))
+            surprise = surprise_of(row, token)
+        text = spelled(record, token)
+        found.append(Token(at, token, text, surprise, origin, row, spent.get(id(row))))
     return found
 
 
@@ -66,6 +54,11 @@ def surprise_of(row: RecordedRow, id: int) -> float | None:
     """Return -log of the model's probability of a token, in nats."""
     logit, total = dict(zip(row.ids, row.logits, strict=True)).get(id), row.totals[0]
     return None if logit is None or total is None else max(total - logit, 0.0)
+
+
+def share_of(logarithm: float) -> float:
+    """Return the share that a logarithm stands for."""
+    return math.exp(min(logarithm, 0.0))
 
 
 def level(surprise: float | None) -> int:
@@ -86,6 +79,13 @@ def strip(values: Sequence[float | None], width: int = 60) -> str:
         own = [v for v in values[first : first + share] if v is not None and math.isfinite(v)]
         bars.append(BARS[min(7, int(max(own) / most * 7.999))] if own else " ")
     return "".join(bars)
+
+
+def bar(value: float | None, most: float, width: int) -> str:
+    """Return a bar as long as its part of the most."""
+    if value is None or not math.isfinite(value):
+        return ""
+    return "█" * min(width, max(0, round(value / most * width)))
 
 
 def number(value: float | None) -> str:
@@ -164,6 +164,26 @@ def ends(record: Record, run: RecordedRun) -> list[str]:
             )
     if not run.ends:
         found.append("nothing ended: the record stops before that")
+    return [*found, *speculation(run)]
+
+
+def speculation(run: RecordedRun) -> list[str]:
+    """Return whether drafts paid: how many were right, and the time of a token with and without."""
+    drafts = [draft for step in run.steps for draft in step.drafts]
+    if not drafts:
+        return []
+    right, ids = sum(one.right for one in drafts), sum(len(one.ids) for one in drafts)
+    steps = choosing(run)
+    tokens = sum(len(child.ids) for step in steps for child in step.children)
+    found = [f"drafts: {right} of {ids} ids were right; {len(steps)} steps for {tokens} tokens"]
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for step in steps:
+        chosen = sum(len(child.ids) for child in step.children)
+        if chosen:
+            times[bool(step.drafts)].append(sum(step.seconds.values()) * 1e3 / chosen)
+    if times[True] and times[False]:
+        with_drafts, plain = (sorted(own)[len(own) // 2] for own in (times[True], times[False]))
+        found.append(f"  a token took {with_drafts:.2f} ms with drafts, {plain:.2f} ms without")
     return found
 
 
@@ -190,6 +210,7 @@ def series(tokens: Sequence[Token], width: int = 60) -> list[tuple[str, str, str
         "entropy after": [None if row is None else row.entropies[1] for row in rows],
         "rank": [None if row is None or row.ranks is None else float(row.ranks[0]) for row in rows],
     }
+    found["milliseconds"] = [one.milliseconds for one in tokens]
     lines = []
     for name, values in found.items():
         known = [value for value in values if value is not None]
@@ -270,9 +291,159 @@ def about_choice(record: Record, row: RecordedRow) -> list[str]:
             marks[min(max(at, 0), 49)] = "━"
         marks[min(max(int(one.number * 49), 0), 49)] = "▲"
         found.append(f"0 {''.join(marks)} 1")
+    found.append(_ahead(row))
     for end in row.ends:
         score = "ruled out" if end.score is None else f"score {number(end.score)}"
         found.append(f"end {spelled(record, end.id)}: rank {end.rank}, {score}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A candidate of a search that was not kept: the sequence that it would have continued, its id,
+    its score as a sum, and the lowest sum that was kept."""
+
+    of: int
+    id: int
+    score: float
+    least: float
+
+
+def lost(step: RecordedStep, most: int = 3) -> list[Lost]:
+    """Return the best candidates that a search did not keep; none where scores are no sums."""
+    rows = {row.of: row for row in step.rows}
+    kept = {(child.parent, child.ids[0]): child.score for child in step.children if child.ids}
+    if len(step.children) < 2 or not any(child.score for child in step.children):
+        return []
+    sums = {
+        (row.of, id): row.score + score
+        for row in step.rows
+        for id, score in zip(row.ids, row.scores, strict=True)
+        if score is not None and row.score is not None
+    }
+    for place, score in kept.items():
+        if place[0] not in rows or score is None or abs(sums.get(place, 1e9) - score) > 1e-3:
+            return []
+    least = min(score for score in kept.values() if score is not None)
+    left = sorted((place for place in sums if place not in kept), key=lambda one: -sums[one])
+    return [Lost(of, id, sums[of, id], least) for of, id in left[:most]]
+
+
+def instead(step: RecordedStep, draft: RecordedDraft) -> int | None:
+    """Return the token that came in place of the first drafted one that was wrong."""
+    own = [child.ids for child in step.children if child.parent == draft.of]
+    longest = max(own, key=len, default=())
+    return longest[draft.right] if draft.right < min(len(longest), len(draft.ids)) else None
+
+
+def drafted(record: Record, step: RecordedStep) -> list[str]:
+    """Return what became of the drafts of a step."""
+    found = []
+    for draft in step.drafts:
+        text = "".join(spelled(record, id) for id in draft.ids)
+        line = f"drafted after sequence {draft.of}: {text}; the first {draft.right} were right"
+        other = instead(step, draft)
+        if other is not None:
+            wrong = spelled(record, draft.ids[draft.right])
+            line += f"; then {spelled(record, other)} in place of {wrong}"
+        found.append(line)
+    return found
+
+
+def _ahead(row: RecordedRow) -> str:
+    """Return by how much the chosen one was ahead of the next best, or behind the best."""
+    scores = dict(zip(row.ids, row.scores, strict=True))
+    own = None if row.chosen is None else scores.get(row.chosen)
+    others = [score for id, score in scores.items() if id != row.chosen and score is not None]
+    if own is None or not others:
+        return "no other token was possible"
+    ahead = own - max(others)
+    tie = ", a tie" if abs(ahead) < 1e-4 else ""
+    place = "ahead of the next best" if ahead >= 0 else "behind the best"
+    return f"{place} by {abs(ahead):.4g}{tie}"
+
+
+def about_step(record: Record, step: RecordedStep) -> list[str]:
+    """Return what is to be said of a step beside its choices."""
+    found = drafted(record, step)
+    for one in lost(step):
+        least = f"the worst that was kept has {number(one.least)}"
+        text = spelled(record, one.id)
+        found.append(
+            f"not kept: {text} after sequence {one.of}, score {number(one.score)}; {least}"
+        )
+    for fed in step.fed:
+        found.append(f"sequence {fed.of} fed {fed.count} positions; {fed.start} came from a cache")
+    spent = ", ".join(f"{marked(name)} {s * 1e3:.2f} ms" for name, s in step.seconds.items())
+    return [*found, f"{spent}; {step.beside} other requests in the step"]
+
+
+# --- findings -------------------------------------------------------------------------------------
+
+
+def places_of(tokens: Sequence[Token], text: str) -> list[int]:
+    """Return the tokens in which a text begins; #7 is the id 7."""
+    if text.startswith("#") and text[1:].isdigit():
+        return [one.at for one in tokens if one.id == int(text[1:])]
+    wanted, whole, starts = marked(text), "", []
+    for one in tokens:
+        starts.append(len(whole))
+        whole += one.text
+    found: dict[int, None] = {}
+    at = whole.find(wanted) if wanted else -1
+    while at >= 0:
+        found[bisect_right(starts, at) - 1] = None
+        at = whole.find(wanted, at + 1)
+    return [*found]
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedTokens:
+    """Tokens that stand there several times: how many tokens, how often, where first and again."""
+
+    size: int
+    count: int
+    first: int
+    again: int
+
+
+def repetition(tokens: Sequence[Token]) -> RepeatedTokens | None:
+    """Return the longest run of tokens, up to 32, that stands there twice without overlapping."""
+    ids = [one.id for one in tokens]
+    for size in range(min(32, len(ids) // 2), 1, -1):
+        seen: dict[tuple[int, ...], int] = {}
+        for at in range(len(ids) - size + 1):
+            own = tuple(ids[at : at + size])
+            first = seen.setdefault(own, at)
+            if at >= first + size:
+                return RepeatedTokens(size, _count(ids, own), first, at)
+    return None
+
+
+def _count(ids: Sequence[int], own: tuple[int, ...]) -> int:
+    """Return how often ids stand there without overlapping."""
+    count = at = 0
+    while at + len(own) <= len(ids):
+        same = tuple(ids[at : at + len(own)]) == own
+        count, at = count + same, at + (len(own) if same else 1)
+    return count
+
+
+def findings(tokens: Sequence[Token]) -> list[str]:
+    """Return where a text is least sure of itself, and what repeats."""
+    found = []
+    known = [one for one in tokens if one.surprise is not None]
+    if known:
+        least = max(known, key=lambda one: one.surprise or 0.0)
+        share = share_of(-(least.surprise or 0.0))
+        found.append(f"lowest share: token {least.at} ({least.text}), {share:.2%}")
+        low = next((one for one in known if level(one.surprise) >= 2), None)
+        if low is not None:
+            found.append(f"the first below 10 %: token {low.at} ({low.text})")
+    if (twice := repetition(tokens)) is not None:
+        text = "".join(one.text for one in tokens[twice.first : twice.first + twice.size])
+        where = f"first at {twice.first}, again at {twice.again}"
+        found.append(f"{twice.size} tokens stand there {twice.count} times, {where}: {text}")
     return found
 
 
@@ -285,6 +456,7 @@ def tree(record: Record, run: RecordedRun) -> list[str]:
     alive = {id(node) for node in paths.live.values()}
     results = {tuple(ids) for ids in run.tokens.values()}
     lines = [f"run {marked(run.name)}: {len(paths.ended)} ended, {len(paths.live)} live"]
+    power = _length_penalty(run)
     todo: list[tuple[Node, str, bool]] = [
         (child, "", child is paths.root.children[-1]) for child in reversed(paths.root.children)
     ]
@@ -297,16 +469,62 @@ def tree(record: Record, run: RecordedRun) -> list[str]:
         text = "".join(spelled(record, one.id) for one in edge)
         if len(text) > _EDGE:
             text = f"{text[: _EDGE // 2]} … {text[-_EDGE // 2 :]} ({len(edge)} tokens)"
-        fate = _fate(tip, alive, results)
+        fate = _fate(tip, alive, results, power)
         lines.append(f"{indent}{'└─' if last else '├─'} {text}{fate}")
         below = indent + ("   " if last else "│  ")
         todo += [(one, below, one is tip.children[-1]) for one in reversed(tip.children)]
-    return lines
+    return [*lines, *_twins(record, paths)]
 
 
-def _fate(node: Node, alive: set[int], results: set[tuple[int, ...]]) -> str:
+def _twins(record: Record, paths: Paths) -> list[str]:
+    """Return which hypotheses say the same in other tokens."""
+    said: dict[str, list[Node]] = {}
+    for node in [*paths.ended, *paths.live.values()][:_MOST_TWINS]:
+        own = b"".join(record.texts.get(one.id, b"<%d>" % one.id) for one in node.way())
+        said.setdefault(own.decode(errors="backslashreplace"), []).append(node)
+    return [
+        f"{len(nodes)} hypotheses say the same in other tokens: {marked(text)[-_EDGE:]}"
+        for text, nodes in said.items()
+        if len(nodes) > 1
+    ]
+
+
+def forest(record: Record, run: RecordedRun) -> list[str]:
+    """Return the tree of a run, those of its forks, and what became of its drafts."""
+    found = tree(record, run)
+    for fork in record.runs.values():
+        if fork.parent is not None and fork.parent[0] == run.name:
+            name = marked(fork.name)
+            found.append(f"run {name} goes on from token {fork.parent[1]}{_otherwise(run, fork)}:")
+            found += [f"  {line}" for line in tree(record, fork)[1:]]
+    for number, step in enumerate(choosing(run)):
+        found += [f"step {number}: {line}" for line in drafted(record, step)]
+    return found
+
+
+def _otherwise(run: RecordedRun, fork: RecordedRun) -> str:
+    """Return what was set in a fork beyond what was set before."""
+    own = fork.changes[len(run.changes) :] if fork.changes != run.changes else []
+    said = [f"{marked(name)}={_text(value)}" for _, values in own for name, value in values.items()]
+    return f" with {', '.join(said)}" if said else ""
+
+
+def _length_penalty(run: RecordedRun) -> float | None:
+    """Return the power of the length that sums are divided by; None where nothing is a sum."""
+    said = run.about.get("configuration")
+    if type(run.about.get("width")) is not int or run.about["width"] == 1:
+        return None
+    value = said.get("length_penalty") if isinstance(said, dict) else None
+    own = value[0] if isinstance(value, list) and value else 1.0
+    return float(own) if isinstance(own, int | float) and abs(own) < 100 else None
+
+
+def _fate(node: Node, alive: set[int], results: set[tuple[int, ...]], power: float | None) -> str:
     """Return what became of a hypothesis; nothing where others continue it."""
     score = f" {node.score:.4g}" if node.score else ""
+    if node.score and power is not None and node.end is not None:
+        length = len(node.way())
+        score += f" / {length}^{power:g} = {node.score / length**power:.4g}"
     if node.end is not None:
         won = tuple(one.id for one in node.way()) in results
         return f" [{marked(node.end)}{score}{', returned' if won else ''}]"
@@ -344,10 +562,10 @@ def _difference(
             yield f"{what}: {_text(first.about.get(name))}"
             yield f"{' ' * len(what)}  {_text(second.about.get(name))}"
     if first.prompt != second.prompt:
-        same = _common(first.prompt, second.prompt)
+        same = common(first.prompt, second.prompt)
         yield f"{run_of}: the prompts differ from id {same} on"
     mine, theirs = first.tokens.get(index, []), second.tokens.get(index, [])
-    at = _common(mine, theirs)
+    at = common(mine, theirs)
     if at == len(mine) == len(theirs):
         yield f"{run_of}: the same {at} tokens"
         return
@@ -360,7 +578,8 @@ def _difference(
         yield f"  {_margin(rows_along(run, index)[at], own, rival)}"
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many ids both begin with."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 

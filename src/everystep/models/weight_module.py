@@ -29,8 +29,13 @@ class WeightModule(nn.Module):
     Values in its `state_dict` lie as in a checkpoint, and `load_state_dict` reads them so.
     """
 
+    loss_type: str | None
+    """Of a decoder "ForCausalLM": with that name transformers' Trainer counts labels as they are
+    trained on, the first of a row not among them."""
+
     def __init__(self, model: Model, call: Callable[..., object]) -> None:
         super().__init__()
+        self.loss_type = None if model.network.encodes else "ForCausalLM"
         self._call = call
         self._turned: dict[str, ParameterPart] = {}
         self._places: list[tuple[nn.Module, str]] = []
@@ -57,13 +62,15 @@ class WeightModule(nn.Module):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         *,
+        labels: Tensor | None = None,
         use_cache: bool = False,
         **arguments: object,
     ) -> object:
         """Return the model's output, without a cache unless that is asked for.
 
-        `arguments`: the others of the model. RequestError for adapters, whose tensors are not among
-        the parameters, so that nothing that wraps the module would see their gradients.
+        `labels` stand in the signature because transformers' Trainer drops columns whose names do
+        not. `arguments`: the others of the model. RequestError for adapters, whose tensors are not
+        among the parameters, so that nothing that wraps the module would see their gradients.
         """
         for name in ("adapter_names", "adapters"):
             if arguments.get(name) is not None:
@@ -73,6 +80,8 @@ class WeightModule(nn.Module):
                     got=shown(arguments[name]),
                     do="Call the model itself, or train the adapter with everystep.Trainer",
                 )
+        if labels is not None:
+            arguments["labels"] = labels
         return self._call(input_ids, attention_mask, use_cache=use_cache, **arguments)
 
     @property

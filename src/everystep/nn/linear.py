@@ -34,8 +34,9 @@ _PACKED_FOR_ROWS = 32
 _HAS_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 # Up to here a product per panel is faster than taking panels apart.
 _FEW_ROWS = 32
-# Values taken apart at a time: a stretch that is multiplied while it is still in a core's cache.
-_STRETCH_VALUES = 1 << 18
+# Values taken apart at a time. With 1 << 18 the many small products cost more than the cache saves:
+# 64 to 1,000 rows take 5 to 30 % longer, on one thread and on two (docs/log.md).
+_STRETCH_VALUES = 1 << 20
 
 
 class LinearMap:

@@ -6,6 +6,7 @@ Nothing here knows the engine: a record is numbers, ids and names, and nobody tr
 from __future__ import annotations
 
 from everystep.records.reader import Record as Record
+from everystep.records.reader import RecordedDraft as RecordedDraft
 from everystep.records.reader import RecordedRow as RecordedRow
 from everystep.records.reader import RecordedRun as RecordedRun
 from everystep.records.reader import RecordedStep as RecordedStep

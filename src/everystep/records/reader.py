@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import html
 import json
+import math
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,12 +21,24 @@ from typing import BinaryIO
 from everystep.errors import FormatError
 from everystep.files.opening import as_path, open_regular
 from everystep.records.record_lines import MOST_LINE, VERSION
+from everystep.shown import marked
 
 MOST_READ = 2**31
 """Bytes that are read of a record at most, after decompression."""
 MOST_DEPTH = 12
 _BLOCK = 2**16
 _GZIP = b"\x1f\x8b"
+_MOST_SHOWN_RUNS = 4
+_MOST_SHOWN_TOKENS = 2000
+_UNDERLINED = ' style="background: {}; color: #1b1b1f; border-bottom: 2px {} #1b1b1f"'
+_SHARES = (
+    (0.5, ""),
+    (0.1, _UNDERLINED.format("#e3eefb", "none")),
+    (0.01, _UNDERLINED.format("#fdeec2", "dotted")),
+    (0.001, _UNDERLINED.format("#ffd4ad", "dashed")),
+    (-1.0, _UNDERLINED.format("#ffb7ba", "solid")),
+)
+"""How a token of a share above these is underlined."""
 Number = float | None
 Json = object
 
@@ -150,7 +164,9 @@ class RecordedEnd:
 class RecordedRun:
     """One run. `about`: its line, all that was decided before the first step. `tokens`: the ids of
     each sequence by its index. `given`: positions whose ids were not chosen. `parent`: the run that
-    it goes on from, and after how many ids."""
+    it goes on from, and after how many ids. `changes`: what was set, and after how many ids.
+    `before`: of a fork, the choices that its tokens were made by before it, by sequence and
+    position."""
 
     name: str
     about: Mapping[str, Json]
@@ -160,6 +176,8 @@ class RecordedRun:
     given: set[int] = field(default_factory=set)
     ends: list[RecordedEnd] = field(default_factory=list)
     parent: tuple[str, int] | None = None
+    changes: list[tuple[int, Mapping[str, Json]]] = field(default_factory=list)
+    before: dict[int, dict[int, RecordedRow]] = field(default_factory=dict, repr=False)
 
     def row_at(self, position: int, index: int = 0) -> RecordedRow | None:
         """Return the last choice of what stands at this position; None where it was given."""
@@ -167,11 +185,12 @@ class RecordedRun:
             for row in step.rows:
                 if row.at == position and row.of == index:
                     return row
-        return None
+        return self.before.get(index, {}).get(position)
 
     def rows(self, index: int = 0) -> dict[int, RecordedRow]:
         """Return the last choice at every position of a sequence."""
-        return {row.at: row for step in self.steps for row in step.rows if row.of == index}
+        own = {row.at: row for step in self.steps for row in step.rows if row.of == index}
+        return {**self.before.get(index, {}), **own}
 
 
 @dataclass(slots=True)
@@ -192,10 +211,44 @@ class Record:
         text = self.texts.get(id)
         return f"<{id}>" if text is None else text.decode(errors="backslashreplace")
 
+    def _repr_html_(self) -> str:
+        """Return the runs for a notebook: their texts coloured by surprise, without a script."""
+        parts = [_run_shown(self, run) for run in [*self.runs.values()][:_MOST_SHOWN_RUNS]]
+        if (more := len(self.runs) - len(parts)) > 0:
+            parts.append(f"<p>{more} more runs</p>")
+        return "".join(parts) or "<p>the record holds no run yet</p>"
+
     def text(self, run: RecordedRun, index: int = 0) -> str:
         """Return the text of a sequence; bytes that are no text are replaced."""
         ids = run.tokens.get(index, [])
         return b"".join(self.texts.get(id, b"") for id in ids).decode(errors="replace")
+
+
+def _run_shown(record: Record, run: RecordedRun) -> str:
+    """Return a run as HTML: every sequence as marked texts, and why it ended."""
+    said = html.escape(marked(f"run {run.name}: {run.about.get('strategy')}")[:200])
+    lines = [f"<p><b>{said}</b></p>"]
+    for index in sorted(run.tokens)[:_MOST_SHOWN_RUNS]:
+        rows, ids = run.rows(index), run.tokens[index]
+        spans = [
+            _token_shown(record, at, id, None if at in run.given else rows.get(at))
+            for at, id in enumerate(ids[:_MOST_SHOWN_TOKENS])
+        ]
+        left = f" and {len(ids) - len(spans)} more" if len(ids) > len(spans) else ""
+        lines.append(f'<p style="overflow-wrap: anywhere">{"".join(spans)}{left}</p>')
+    ends = "; ".join(f"sequence {end.index}: {end.kind} after {end.length}" for end in run.ends)
+    return "".join([*lines, f"<p>{html.escape(marked(ends, spaces=False)[:400])}</p>"])
+
+
+def _token_shown(record: Record, at: int, id: int, row: RecordedRow | None) -> str:
+    """Return a token as HTML: underlined the more, the less likely it was."""
+    text = html.escape(marked(record.spell(id)))
+    if row is None or row.chosen != id or row.surprise is None:
+        return f'<i title="token {at}, id {id}">{text}</i>'
+    share = math.exp(-max(row.surprise, 0.0))
+    lines = next((style for least, style in _SHARES if share > least), _SHARES[-1][1])
+    title = f"token {at}, id {id}, share {share:.2%}"
+    return f'<span title="{title}"{lines}>{text}</span>'
 
 
 def read_record(path: str | PathLike[str]) -> Record:
@@ -478,6 +531,10 @@ def _edit(record: Record, line: Mapping[str, Json]) -> None:
     run.ends.clear()
 
 
+def _set(record: Record, line: Mapping[str, Json]) -> None:
+    _run_of(record, line).changes.append((_whole(line["at"]), _object(line["values"])))
+
+
 def _fork(record: Record, line: Mapping[str, Json]) -> None:
     name, parent = _text(line["run"]), record.runs[_text(line["parent"])]
     if name in record.runs:
@@ -485,6 +542,10 @@ def _fork(record: Record, line: Mapping[str, Json]) -> None:
     twin = RecordedRun(name, parent.about, parent.prompt, given=set(parent.given))
     twin.tokens = {index: list(ids) for index, ids in parent.tokens.items()}
     twin.parent = parent.name, len(parent.tokens.get(0, []))
+    twin.changes = [*parent.changes]
+    for index, ids in twin.tokens.items():
+        rows = parent.rows(index)
+        twin.before[index] = {at: rows[at] for at in range(len(ids)) if at in rows}
     record.runs[name] = twin
 
 
@@ -504,6 +565,7 @@ _READERS = {
     "tokens": _tokens,
     "end": _end,
     "edit": _edit,
+    "set": _set,
     "fork": _fork,
     "cut": _cut,
 }

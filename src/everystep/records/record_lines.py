@@ -9,6 +9,7 @@ with the id of its run:
     tokens    ids that became final
     end       the reason for which a sequence ended
     edit      ids that somebody put after the prompt, in place of what stood there
+    set       values that somebody set, which hold from the next choice on
     fork      a run that goes on from another one
     cut       something that was left out, because it was too long
 

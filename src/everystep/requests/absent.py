@@ -153,10 +153,6 @@ ARGUMENTS = {
         "is not read: what comes next is kept behind what is there",
         "Leave it out, or pass position_ids to say where a prompt stands",
     ),
-    "synced_gpus": (
-        _NOT_YET.format("stepping together with other processes"),
-        "Let every process generate by itself: here none waits for another",
-    ),
     "token_type_ids": (
         "is not read: no model of this library reads segments",
         "Leave token_type_ids out, or call the tokenizer with return_token_type_ids=False",

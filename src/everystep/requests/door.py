@@ -228,6 +228,15 @@ class Beside:
     custom_generate: object = _of_rectangle(
         "Callable[..., object] | None", "A decoding loop in the place of the engine's."
     )
+    synced_gpus: object = keyword(
+        "bool | None",
+        "Whether all processes make each forward together, as weights in parts on them need it.",
+        calls=_RECTANGLE,
+        elsewhere=(
+            "belongs to model.generate: other calls find out by themselves",
+            "Leave it out, or call model.generate",
+        ),
+    )
     return_legacy_cache: object = keyword(
         "bool | None", "Return the cache as tuples of tensors.", calls=_RECTANGLE
     )

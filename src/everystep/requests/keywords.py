@@ -221,5 +221,7 @@ class RectangleOptions(ModelOptions, ObjectOptions, total=False):
     """What is given every new token: an object with put and end."""
     custom_generate: Callable[..., object] | None
     """A decoding loop in the place of the engine's."""
+    synced_gpus: bool | None
+    """Whether all processes make each forward together, as weights in parts on them need it."""
     inputs: Tensor | None
     """(B, T) the ids of the prompt."""

@@ -68,7 +68,8 @@ class Prefix:
     order and from several threads.
 
     `prompt`: what was read; `past`: what a row holds of it; `core`: the weights that it was fed to;
-    `adapters`, `resolved`: what was asked for beside them, as in a request.
+    `adapters`, `resolved`: what was asked for beside them, as in a request. `changes`: how often
+    the weights had been changed in place.
     """
 
     prompt: Prompt
@@ -76,6 +77,7 @@ class Prefix:
     core: Model | ForeignModel
     adapters: tuple[tuple[str, float], ...] = ()
     resolved: tuple[ResolvedAdapter, ...] = ()
+    changes: int = 0
 
     def __len__(self) -> int:
         """Return the number of its positions."""
@@ -185,9 +187,10 @@ class Options:
     `effective`: every field of the configuration. `seed`: one integer, from which each row gets its
     own, or one for each row. `prefix`: what comes before every prompt; `salt`: prompts of another
     one share no rows with these. `adapters`: a mix for all rows or a list of them, None for what is
-    active; `resolved`: what their names stand for. `deadline`: the moment from which on it takes no
-    step. `starts_answer`: whether a chat template begins the answer to the messages; `trims`:
-    whether texts lose the stop string that ended them. `negative_prompt`: what guidance leads away
+    active; `resolved`: what their names stand for. `weight_changes`: as in a request. `deadline`:
+    the moment from which on it takes no step. `starts_answer`: whether a chat template begins the
+    answer to the messages; `trims`: whether texts lose the stop string that ended them.
+    `negative_prompt`: what guidance leads away
     from, as a call about prompts passed it. `dialogue`: what a conversation asks of tools and
     thoughts. `record`: the file that steps are written to.
     """
@@ -202,6 +205,7 @@ class Options:
     seed: object = None
     prefix: Prefix | None = None
     salt: str | None = None
+    weight_changes: int = 0
     adapters: Mix | list[Mix] | None = None
     resolved: Mapping[str, ResolvedAdapter] = field(default_factory=dict)
     deadline: float | None = None

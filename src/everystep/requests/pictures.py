@@ -21,7 +21,7 @@ from torch import Tensor
 
 from everystep.cache.containers import Cache, own_half
 from everystep.errors import RequestError
-from everystep.models import Model, learning_weights
+from everystep.models import Model
 from everystep.models.vision.places import (
     AXES,
     IMAGE,
@@ -34,7 +34,7 @@ from everystep.models.vision.places import (
 from everystep.models.vision.spec import Grid, VisionSpec
 from everystep.requests.arrays import as_numbers
 from everystep.requests.features import digest_of, injected_with
-from everystep.requests.subject import Subject
+from everystep.requests.subject import Subject, weight_changes
 from everystep.types import Injected, Prompt, Request
 
 Named = Mapping[str, object]
@@ -404,7 +404,7 @@ def features_of(
     """Return per prompt the features of its pictures, where they stand."""
     seen = seen or Seen()
     core, found = model.core, list[list[Injected]]()
-    changes = _changes(core) if isinstance(core, Model) and any(pictures) else 0
+    changes = weight_changes(core) if any(pictures) else 0
     for prompt, own in zip(prompts, pictures, strict=True):
         found.append([])
         for one in own:
@@ -415,11 +415,3 @@ def features_of(
             features = seen.features(content, encode)
             found[-1].append(Injected(prompt.length + one.places, *features))
     return found
-
-
-def _changes(core: Model) -> int:
-    """Count how often weights were changed in place, as far as torch counts it."""
-    if not core.learns:
-        return 0
-    weights = (weight for _, weight in learning_weights(core))
-    return sum(weight._version for weight in weights if not weight.is_inference())

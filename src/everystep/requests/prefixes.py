@@ -77,6 +77,13 @@ def require_fitting(prefix: Prefix, model: Subject, inputs: Inputs, options: Opt
     if prefix.core != model.core:
         do = "Make it anew with this model, and after model.to() or a change of its weights"
         _refuse("is of another model", "the model that it was made with", "another", do)
+    if prefix.changes != options.weight_changes:
+        _refuse(
+            "was fed to weights of before",
+            "the weights that it was fed to",
+            "changed ones",
+            "Make it anew after the weights have changed",
+        )
     asked = adapters_of(options.adapters, inputs.batch)
     held = prefix.adapters, prefix.resolved
     if any((own, options.resolved_of(own)) != held for own in asked):

@@ -63,7 +63,7 @@ from everystep.strategies import BestOf, ConstrainedBeam, Contrastive, Greedy, S
 from everystep.strategies.beams import BeamSettings
 from everystep.text import Spelling
 from everystep.text.digest import tokenizer_digest
-from everystep.types import DraftVerification, Prompt, Request, Wants
+from everystep.types import DraftVerification, Request, Wants
 from everystep.types.protocols import MATCHING, Processor
 from everystep.types.request import Drafter, Stop, Strategy
 
@@ -222,10 +222,7 @@ def _requests(
     alike = kept_rows(strategy) == strategy.width and (inputs.batch == 1 or drafter is None)
     if lingers and alike and steering.criteria and returned and fields.output_scores:
         wants = replace(wants, history=True)
-    contrast, readout, none = options.choosing.contrast, None, ((),) * inputs.batch
-    companions: Sequence[tuple[Prompt, ...]] = none
-    if fields.guidance_scale is not None or fields.dola_layers or contrast is not None:
-        readout, companions = readout_of(subject, fields, contrast, steering, inputs)
+    readout, companions = readout_of(subject, options, inputs)
     adapters = adapters_of(options.adapters, inputs.batch)
     draws, pads = draws_of(options.seed, inputs.number, inputs.batch), inputs.pads
     return tuple(
@@ -250,6 +247,7 @@ def _requests(
             adapters=adapters[row],
             resolved=options.resolved_of(adapters[row]),
             salt=options.salt,
+            weight_changes=options.weight_changes,
             hooks=steering.hooks,
             deadline=options.deadline,
         )

@@ -32,7 +32,7 @@ from everystep.requests.strategies import (
     refuse_beside,
     require_groups,
 )
-from everystep.requests.subject import Subject
+from everystep.requests.subject import Subject, weight_changes
 from everystep.stops.criteria import MaxLengthCriteria
 from everystep.types import FinishReason
 
@@ -106,6 +106,8 @@ def read_options(
         options = replace(options, resolved=resolved)
     if beside.cache_salt is not None:
         options = replace(options, salt=read_text("cache_salt", beside.cache_salt))
+    if changes := weight_changes(subject.core):
+        options = replace(options, weight_changes=changes)
     return options
 
 

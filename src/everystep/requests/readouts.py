@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from warnings import warn
 
-from everystep.config import Effective
 from everystep.config.kinds import is_number
 from everystep.engine import Contrast, DoLa, Guidance
 from everystep.engine.dola import candidate_layers
@@ -16,7 +15,7 @@ from everystep.processors.guidance import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor as _UnbatchedGuidance,
 )
 from everystep.requests.inputs import Inputs
-from everystep.requests.options import Steering
+from everystep.requests.options import Options, Steering
 from everystep.requests.subject import Subject
 from everystep.types import Prompt
 from everystep.types.protocols import Readout
@@ -70,18 +69,16 @@ def _number(name: str, value: Any) -> float:
 
 
 def readout_of(
-    subject: Subject,
-    fields: Effective,
-    contrast: Contrast | None,
-    steering: Steering,
-    inputs: Inputs,
+    subject: Subject, options: Options, inputs: Inputs
 ) -> tuple[Readout | None, tuple[tuple[Prompt, ...], ...]]:
     """Return what makes one row of scores out of several, of earlier layers, of a companion or of
-    an amateur; and for each row the prompts whose rows follow its own.
+    an amateur, None where scores are read as they are; and for each row the prompts whose rows
+    follow its own.
 
     RequestError where two of them contradict each other, or cannot read the prompts.
     """
-    mixing = _mixing(fields.guidance_scale, contrast, steering, inputs.prompts)
+    fields, contrast = options.effective, options.choosing.contrast
+    mixing = _mixing(fields.guidance_scale, contrast, options.steering, inputs.prompts)
     readout: Readout | None = mixing
     if fields.dola_layers and int(fields.num_beams or 1) == 1:
         readout = _over_layers(subject, fields.dola_layers, mixing)

@@ -12,7 +12,7 @@ from everystep.bridge.core import ForeignModel
 from everystep.cache.formats import Quantization
 from everystep.config import ChatDefaults, GenerationConfig
 from everystep.executors.base import Executor
-from everystep.models import Model
+from everystep.models import Model, learning_weights
 from everystep.nn.network import Window
 from everystep.requests.features import PromptInput
 from everystep.types import InputSpec, ResolvedAdapter
@@ -159,3 +159,17 @@ class Subject(Protocol):
     def is_encoder_decoder(self) -> bool:
         """True where an encoder reads the prompt."""
         return bool(getattr(self.core.config, "is_encoder_decoder", False))
+
+
+def weight_changes(core: Model | ForeignModel) -> int:
+    """Count how often weights were changed in place, as far as torch counts it.
+
+    An optimizer's step counts, a write through `weight.data` does not. 0 where weights are packed,
+    which nothing changes.
+    """
+    weights: Iterable[torch.Tensor] = ()
+    if isinstance(core, ForeignModel):
+        weights = core.foreign.module.parameters()
+    elif core.learns:
+        weights = (one for _, one in learning_weights(core))
+    return sum(one._version for one in weights if not one.is_inference())

@@ -16,6 +16,7 @@ from everystep.config import ChatDefaults
 from everystep.drivers.driver import Driver, Mailbox, reopen_after_fork
 from everystep.drivers.session import Session
 from everystep.engine import Beginning, Engine, Known, Turns
+from everystep.engine.recording import name_of
 from everystep.engine.sight import Sight
 from everystep.engine.watching import StepRecord
 from everystep.errors import RequestError, shown
@@ -74,7 +75,8 @@ class Rules:
 
     `asked`: the keywords they were read from. `inputs`, `first`: the prompt, and the first request
     of the run, whose prompts its later ones share. `quantization`: how its rows are kept.
-    `second`: what the encoders of second models made of the prompt.
+    `second`: what the encoders of second models made of the prompt. `without`: names of processors
+    that are left out.
     """
 
     asked: Asked
@@ -84,6 +86,7 @@ class Rules:
     room: int
     quantization: Quantization | None
     second: SecondStates
+    without: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, asked: Asked, call: Call, first: Request | None = None) -> Rules:
@@ -107,6 +110,10 @@ class Rules:
         if isinstance(strategy, Beam):
             # It may be asked for more hypotheses when it is over.
             keeps, strategy = True, replace(strategy, gathers=True)
+        if self.without:
+            # Drafts change no token, and those of a grammar would still be forced.
+            left = [one for one in made.processors if name_of(one) not in self.without]
+            made = replace(made, processors=tuple(left), drafter=None)
         return replace(
             made,
             strategy=strategy,

@@ -29,7 +29,7 @@ from everystep.drivers.session import Session
 from everystep.engine import Beginning, Known
 from everystep.engine.decided import results_of
 from everystep.engine.logprobs import with_given
-from everystep.engine.recording import RunRecorder
+from everystep.engine.recording import RunRecorder, name_of
 from everystep.engine.sight import Sight
 from everystep.errors import RequestError, shown
 from everystep.files.opening import as_path
@@ -148,6 +148,11 @@ class Run:
         return tuple(sorted(self._given))
 
     @property
+    def alone(self) -> bool:
+        """True for a run with one sequence, which can be changed on its way."""
+        return is_one(self._group.request)
+
+    @property
     def done(self) -> bool:
         """True when there is no step left to take."""
         return not self._ready and over(self._group)
@@ -225,8 +230,18 @@ class Run:
             what, do = "this run keeps no record", "Open it with record=FILE"
             raise RequestError(what, wanted="a run with a record", do=do)
         with self._hands.lock:
+            recorder.begin(self._group.request.request_id)
             recorder.writer.flush()
             return read_record(recorder.writer.path)
+
+    @property
+    def recorded_as(self) -> str | None:
+        """The name of the run in its record; None without a record."""
+        recorder, request = self._recorder, self._group.request.request_id
+        if recorder is None:
+            return None
+        recorder.begin(request)
+        return recorder.name(request)
 
     def explain(self, position: int, rivals: int = 5, index: int = 0) -> Explanation:
         """Explain a token: its logit, what each processor changed, the draw, the best `rivals`.
@@ -237,42 +252,59 @@ class Run:
         """
         with self._hands.lock:
             self._hands.require_between("explain")
-            returns = self._group.request.strategy.returns
-            if not is_integer(index) or not 0 <= index < returns:
-                wanted = f"0 to {returns - 1}"
-                raise RequestError("there is no such sequence", wanted=wanted, got=shown(index))
             if not is_integer(rivals) or rivals < 0:
                 what = "so many rivals cannot be shown"
                 raise RequestError(what, wanted="0 or more", got=shown(rivals))
-            tokens = self._ids(index)
-            if not is_integer(position) or not -len(tokens) <= position < len(tokens):
-                wanted = f"0 to {len(tokens) - 1}"
-                raise RequestError("there is no such position", wanted=wanted, got=shown(position))
-            position %= len(tokens)
-            try:
-                with self._hands.explaining():
-                    return self._explained(position, tokens, rivals, index)
-            finally:
-                self._hands.catch_up()
+            position, tokens, sight = self._retaken(position, index)
+            given = position in self._given
+            return explained(sight, position, tokens[position], self._spell, rivals, given=given)
 
-    def _explained(
-        self, position: int, tokens: tuple[int, ...], rivals: int, index: int
-    ) -> Explanation:
-        """Take the step to this position again, on a fork, and explain it."""
+    def step_at(self, position: int, index: int = 0) -> Step:
+        """Return the step that chooses the token at a position, taken once more on a fork.
+
+        The position right after the last token is that of the next choice, which is not taken. The
+        run stays where it is, and its record has nothing of it.
+        """
+        with self._hands.lock:
+            self._hands.require_between("step_at")
+            position, _, sight = self._retaken(position, index, 1)
+            return Step(position, (), (), sight)
+
+    def _retaken(
+        self, position: int, index: int, after: int = 0
+    ) -> tuple[int, tuple[int, ...], Sight]:
+        """Return a position, counted from the front, all tokens, and the sight of its step; the
+        position may be `after` the last one."""
+        returns = self._group.request.strategy.returns
+        if not is_integer(index) or not 0 <= index < returns:
+            wanted = f"0 to {returns - 1}"
+            raise RequestError("there is no such sequence", wanted=wanted, got=shown(index))
+        tokens = self._ids(index)
+        most = len(tokens) + after
+        if not is_integer(position) or not -len(tokens) <= position < most:
+            wanted = f"0 to {most - 1}"
+            raise RequestError("there is no such position", wanted=wanted, got=shown(position))
+        position += len(tokens) if position < 0 else 0
+        try:
+            with self._hands.explaining():
+                return position, tokens, self._seen_again(tokens[:position], index)
+        finally:
+            self._hands.catch_up()
+
+    def _seen_again(self, tokens: tuple[int, ...], index: int) -> Sight:
+        """Take the step that follows these tokens again, on a fork."""
         name = self._hands.name()
         twin = self._hands.fork(
             self._group, replace(self._group.request, request_id=name, watcher=None)
         )
         try:
-            self._hands.replace(twin, *self._before(tokens[:position], index, name))
+            self._hands.replace(twin, *self._before(tokens, index, name))
             sight = self._hands.step(twin)
             if twin.error is not None:
                 raise twin.error
         finally:
             self._hands.drop(twin)
-        given = position in self._given
-        sight = cast(Sight, sight)  # of a choice, since nothing failed
-        return explained(sight, position, tokens[position], self._spell, rivals, given=given)
+        return cast(Sight, sight)  # of a choice, since nothing failed
 
     def _before(self, tokens: Items[int], index: int, name: str) -> tuple[Request, Beginning]:
         """Return the request, with this id, and the beginning of a group that next chooses what
@@ -417,12 +449,39 @@ class Run:
                 self._reopen(tokens, {*self._given}, rules=rules)
             else:
                 self._follow(rules, len(tokens))
+            if (recorder := self._recorder) is not None:
+                recorder.changed(self._group.request.request_id, len(tokens), changes)
 
     def _changed(self, changes: PromptOptions) -> Rules:
         """Return the rules in force with other values of some keywords."""
         asked = self._rules[-1][1].asked.changed(changes)
         call = asked.session(self.model, self.tokenizer).prepared(self._passed, 0)
-        return Rules.of(asked, call, self._rules[0][1].first)
+        without = self._rules[-1][1].without
+        return replace(Rules.of(asked, call, self._rules[0][1].first), without=without)
+
+    def without(self, *names: str) -> Run:
+        """Return a fork that goes on without the processors of these names, as `step.changes` has
+        them. For runs with one sequence; the fork cannot be saved."""
+        with self._hands.lock:
+            tokens = self._whole("without")
+            known = dict.fromkeys(map(name_of, self._group.request.processors))
+            if unknown := [name for name in names if name not in known]:
+                raise RequestError(
+                    f"the run has no processor {unknown[0]!r}",
+                    wanted=", ".join(known) or "a run with processors",
+                    do="Take names from step.changes",
+                )
+            twin = self.fork()
+            try:
+                left_out = replace(twin._rules[-1][1], without=names)
+                twin._reopen(tokens, {*self._given}, rules=left_out)
+                if (recorder := twin._recorder) is not None:
+                    said = {"without": [*names]}
+                    recorder.changed(twin._group.request.request_id, len(tokens), said)
+            except BaseException:
+                twin.cancel()
+                raise
+            return twin
 
     def fork(self, **changes: Unpack[PromptOptions]) -> Run:
         """Return a run that is as this one, shares its engine and goes on by itself; `changes` are
@@ -471,6 +530,9 @@ class Run:
         happened."""
         with self._hands.lock:
             self._hands.require_between("save")
+            if any(one.without for _, one in self._rules):
+                what = "a run that leaves processors out cannot be saved"
+                raise RequestError(what, do="Save the run that it was forked from")
             rules = [(start, one.asked) for start, one in self._rules]
             trail = Trail(self._given, self._memos, self._number, self._shown)
             adapters = tuple(name for name, _ in self._group.request.adapters)

@@ -18,6 +18,8 @@ from everystep.shown import table
 from everystep.streamers import LiveBeam
 from everystep.types import Event, FinishReason
 
+_SHOWN = 10
+"""Candidates that a step shows of itself."""
 Spell = Callable[[list[int]], str | None]
 
 
@@ -37,6 +39,27 @@ class Step:
 
     def _own(self) -> list[Event]:
         return [event for event in self.events if event.index == 0]
+
+    def _repr_html_(self) -> str:
+        """Return the choice of the first row: the best candidates, a column for each stage."""
+        logits, scores = self.logits, self.scores
+        named = f"step {self.number}: {'' if self.text is None else repr(self.text)}"
+        if logits is None or scores is None:
+            return table(("token", "end"), [(self.tokens, self.finish)], named)
+        chosen = self.branches[0].tokens[:1] if self.branches else ()
+        best = torch.topk(scores[0], min(_SHOWN, scores.shape[1])).indices.tolist()
+        ids = [*dict.fromkeys([*chosen, *best])]
+        share, changes = torch.softmax(scores[0].double(), dim=-1), self.changes
+        rows = (
+            [
+                "chosen" * (id in chosen),
+                *(id, float(logits[0, id])),
+                *(float(one.after[0, id]) for one in changes),
+                f"{float(share[id]):.2%}",
+            ]
+            for id in ids
+        )
+        return table(("", "id", "logit", *(one.name for one in changes), "share"), rows, named)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -69,6 +92,11 @@ class Step:
     def changes(self) -> tuple[ScoreChange, ...]:
         """The scores before and after each processor."""
         return () if self._sight is None else self._sight.changes
+
+    @property
+    def drawn(self) -> float | None:
+        """The number in (0, 1) that drew the token of the first row; None without a draw."""
+        return None if self._sight is None else self._sight.number()
 
     @property
     def branches(self) -> tuple[Branch, ...]:

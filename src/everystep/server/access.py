@@ -17,10 +17,13 @@ def digest_of(key: str) -> str:
 
 
 def read_keys(path: Path) -> list[str]:
-    """Return the digests in a file: one in hexadecimal per line, `#` begins a comment."""
+    """Return the digests in a file: one in hexadecimal per line, `#` begins a comment.
+
+    What follows a digest on its line is a quota's.
+    """
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        digest = line.partition("#")[0].strip().lower()
+        digest = "".join(line.partition("#")[0].lower().split()[:1])
         if not digest:
             continue
         if len(digest) != 64 or any(one not in "0123456789abcdef" for one in digest):

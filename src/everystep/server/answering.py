@@ -10,12 +10,17 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
 
 from everystep.dialogue import (
     CallArguments,
     CallBegin,
     Content,
     DialogueEvent,
+    Finish,
+    Markup,
     Parser,
     Thought,
 )
@@ -136,6 +141,51 @@ def reason(kind: str, matched: str | int | None) -> dict[str, Json]:
         "finish_reason": _REASONS.get(kind, "stop"),
         "stop_reason": kind if kind == "time" else told,
     }
+
+
+class Whole(Protocol):
+    """An answer in one piece, made while news come in."""
+
+    usage: Usage
+
+    def begin(self, number: int, message: Begun) -> None:
+        """Note that this prompt has begun."""
+
+    def end(self, number: int, message: Over) -> None:
+        """Take the results of this prompt in."""
+
+    def shown(self) -> dict[str, Json]:
+        """Return the answer."""
+        raise NotImplementedError
+
+
+class Streamed(Protocol):
+    """An answer in pieces, made while news come in."""
+
+    usage: Usage
+
+    def opening(self) -> Iterator[dict[str, Json]]:
+        """Yield what stands before all tokens."""
+        raise NotImplementedError
+
+    def begin(self, number: int, message: Begun) -> None:
+        """Note that this prompt has begun."""
+
+    def row(self, number: int, row: RowNews) -> Iterator[dict[str, Json]]:
+        """Yield the pieces of one row."""
+        raise NotImplementedError
+
+    def end(self, number: int, message: Over) -> Iterator[dict[str, Json]]:
+        """Yield what is left of this prompt."""
+        raise NotImplementedError
+
+    def closing(self) -> Iterator[dict[str, Json]]:
+        """Yield what stands after all tokens."""
+        raise NotImplementedError
+
+    def failing(self, text: str) -> Iterator[dict[str, Json]]:
+        """Yield what stands before the error that ends a stream."""
+        raise NotImplementedError
 
 
 class WholeAnswer:
@@ -267,6 +317,17 @@ def delta_of(event: DialogueEvent) -> dict[str, Json] | None:
             return None
 
 
+def untold(one: Ended, index: int, told: int) -> list[RowNews]:
+    """Return the rows of a sequence after those that were told; the last one ends it, so that a
+    text can lose what ended it."""
+    known = [] if one.known is None else rows_of(one.known)[told:]
+    rows = [RowNews(0, index, token) for token in one.tokens[told:]] or [RowNews(0, index, -1)]
+    for place, (_, value, best) in enumerate(known[: len(rows)]):
+        rows[place] = msgspec.structs.replace(rows[place], logprob=value, top=best)
+    rows[-1] = msgspec.structs.replace(rows[-1], kind=one.kind, matched=one.matched)
+    return rows
+
+
 class StreamedAnswer:
     """The answer of a request in chunks, as rows come in."""
 
@@ -329,16 +390,18 @@ class StreamedAnswer:
         for i, one in enumerate(message.results):
             place = number * self._wanted.n + i
             if place not in self._ended:
-                rest = one.tokens[self._told.get(place, 0) :]
-                for token in rest:
-                    yield from self.row(number, RowNews(0, i, token))
-                yield from self.row(number, RowNews(0, i, -1, kind=one.kind, matched=one.matched))
+                for row in untold(one, i, self._told.get(place, 0)):
+                    yield from self.row(number, row)
 
     def closing(self) -> Iterator[dict[str, Json]]:
         """Yield what stands after all tokens."""
         if self._wanted.usage:
             kind = "chat.completion.chunk" if self._wanted.in_chat else "text_completion"
             yield {**self._head.of(kind, []), "usage": self.usage.shown()}
+
+    def failing(self, text: str) -> Iterator[dict[str, Json]]:
+        """Yield nothing: the error says it."""
+        return iter(())
 
     def _known(self, place: int, row: RowNews) -> Json:
         if self._wanted.logprobs is None or row.logprob is None:
@@ -390,3 +453,76 @@ class StreamedAnswer:
         choice = {"index": place, "finish_reason": None, **said}
         chunk = self._head.of(kind, [choice])
         return {**chunk, "usage": None} if self._wanted.usage else chunk
+
+
+class AnswerReader:
+    """Reads the one answer of a conversation as parts: what is said, thought and called.
+
+    `usage`: its tokens, of which `thought` were thoughts. `kind`, `matched`: how it ended.
+    """
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._wording = Wording(wanted.to.front.tokenizer)
+        self._parser: Parser | None = None
+        self._thinks = False
+        self._blank: str | None = ""  # held back; None within a text, whose blanks are its own
+        self._begun = False
+        self.usage = Usage(prompt=len(wanted.prompts[0][0]))
+        self.thought = 0
+        self.kind: str | None = None
+        self.matched: str | int | None = None
+        if (dialogue := wanted.dialogue) is not None:
+            self._parser = dialogue.parser(prompt_text(wanted), call_key(wanted, 0))
+            self._wording.keep("", dialogue.kept)
+
+    def begin(self, message: Begun) -> None:
+        """Note which strings the text loses."""
+        if message.strings:
+            before = prompt_end(self._wanted, 0, message.strings)
+            self._wording.trim("", tuple(message.strings), before)
+
+    def read(self, row: RowNews) -> list[DialogueEvent]:
+        """Return the parts that a row adds."""
+        finish = None if row.kind is None else FinishReason(row.kind, row.matched)  # type: ignore[arg-type]
+        text = self._wording(Event("", 0, row.token, finish=finish)).text or ""
+        if row.kind is not None:
+            self.kind, self.matched = row.kind, row.matched
+        if self._parser is None:
+            events: list[DialogueEvent] = [Content(text, text)] if text else []
+        else:
+            events = list(self._parser.feed(text))
+            events += self._parser.close() if row.kind is not None else ()
+        self._count(row, events)
+        found = [one for event in events for one in self._solid(event)]
+        if row.kind is not None and self._blank and not self._begun:
+            found.append(Content(self._blank, self._blank))  # an answer of nothing else
+        return found
+
+    def _solid(self, event: DialogueEvent) -> Iterator[DialogueEvent]:
+        """Yield a part, blanks alone left out beside others: nobody may send such a text back."""
+        if not isinstance(event, Content):
+            if not isinstance(event, Markup | Finish):
+                self._begun, self._blank = True, ""
+            yield event
+        elif self._blank is None:
+            yield event
+        elif (text := self._blank + event.text).strip():
+            self._begun, self._blank = True, None
+            yield Content(text, text)
+        else:
+            self._blank = text
+
+    def finish(self, message: Over) -> list[tuple[RowNews, list[DialogueEvent]]]:
+        """Return the rows that are left, since the results are there, each with its parts."""
+        one = message.results[0]
+        rows = [] if self.kind is not None else untold(one, 0, self.usage.completion)
+        self.usage.prompt, self.usage.cached = one.prompt_tokens, one.cached_tokens
+        return [(row, self.read(row)) for row in rows]
+
+    def _count(self, row: RowNews, events: Sequence[DialogueEvent]) -> None:
+        thinks = any(isinstance(one, Thought) for one in events)
+        if row.token >= 0:
+            self.usage.completion += 1
+            self.thought += thinks or (self._thinks and not events)
+        self._thinks = thinks or (self._thinks and not events)

@@ -8,77 +8,71 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
 
-import msgspec
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from everystep._version import __version__
-from everystep.errors import CapacityError, EverystepError, RequestError
-from everystep.server.access import Hosts, Keys, key_of
-from everystep.server.answering import Head, StreamedAnswer, WholeAnswer, finite
+from everystep.errors import CapacityError, EverystepError, OversizeError, RequestError
+from everystep.server.access import key_of
+from everystep.server.answering import Head, Streamed, finite
+from everystep.server.anthropic_wire import ANTHROPIC_FORM, count_tokens
 from everystep.server.asking import (
+    CALLER,
     Addressee,
     Caller,
     FrontModel,
     UnknownModelError,
     Wanted,
     addressee,
-    read_chat,
-    read_completion,
+    calling,
+    read_messages,
     read_score,
-    render,
+    rendered_text,
 )
 from everystep.server.documents import openapi
+from everystep.server.exchange import (
+    OPENAI_FORM,
+    TOO_LONG,
+    Exchange,
+    FrontSettings,
+    Gone,
+    HttpError,
+    WireForm,
+)
 from everystep.server.fields import Json
+from everystep.server.inside import INSIDE
+from everystep.server.line import LinePlace
 from everystep.server.link import EngineGone, EngineLink, News
 from everystep.server.messages import Begun, Failed, Likelihoods, Over, RowNews, ScoredTexts
 from everystep.server.metrics import ServerMetrics
-from everystep.server.routes import CHAT, COMPLETIONS, DETOKENIZE, SCORE, TOKENIZE, RouteTable
+from everystep.server.quotas import QuotaError
+from everystep.server.responses_wire import KeptResponses, count_input_tokens
+from everystep.server.routes import (
+    APPLY_TEMPLATE,
+    COUNT_TOKENS,
+    DETOKENIZE,
+    INPUT_TOKENS,
+    SCORE,
+    TOKENIZE,
+    RouteTable,
+)
+from everystep.server.services import GeneratingRoute, generating_routes
 
 log = logging.getLogger("everystep.server")
 
-_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _OPEN = ("/health", "/ready")
 """Routes that need no key."""
 
 
-class HttpError(EverystepError):
-    """A request that is answered with a status of its own."""
-
-    def __init__(
-        self, status: int, text: str, *, code: str | None = None, retry: int | None = None
-    ):
-        super().__init__(text)
-        self.status, self.code, self.retry = status, code, retry
-
-
-@dataclass(frozen=True, slots=True)
-class FrontSettings:
-    """The settings of a front.
-
-    `body_bytes`: of a body at most. `body_seconds`: between two pieces of it. `write_seconds`: that
-    a reader may take nothing. `ping_seconds`: of silence in a stream before a comment. `hosts`:
-    names beside localhost and addresses. `origins`: of pages that may ask. `deadline`: seconds that
-    a request may take, None for any number.
-    """
-
-    body_bytes: int = 32 << 20
-    body_seconds: float = 30.0
-    write_seconds: float = 60.0
-    ping_seconds: float = 15.0
-    keys: Keys = field(default_factory=Keys)
-    hosts: Hosts = field(default_factory=Hosts)
-    origins: tuple[str, ...] = ()
-    deadline: float | None = None
+Answerer = Callable[[Exchange], Awaitable[None]]
 
 
 class Front:
@@ -93,23 +87,43 @@ class Front:
         self.link, self.models = link, models
         self.settings = settings or FrontSettings()
         self.metrics = ServerMetrics()
+        self.kept = KeptResponses()
         self.draining = False
         self.open = 0
         self._created = int(time.time())
-        self.application = Starlette(routes=self._routes())
+        self.application = Starlette(routes=self._routes(), middleware=self._shared())
+
+    def _shared(self) -> list[Middleware]:
+        """Return what tells browsers that pages of the allowed origins may read answers."""
+        if not (allowed := self.settings.origins):
+            return []
+        return [
+            Middleware(
+                CORSMiddleware,
+                allow_origins=allowed,
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],
+                expose_headers=["*"],
+            )
+        ]
 
     def _routes(self) -> list[Route]:
-        def post(path: str, answer: Callable[[Exchange], Awaitable[None]]) -> Route:
-            return Route(path, Responder(self, answer), methods=["POST"])
+        def post(path: str, answer: Answerer, form: WireForm = OPENAI_FORM) -> Route:
+            return Route(path, Responder(self, answer, form), methods=["POST"])
 
-        def get(path: str, answer: Callable[[Exchange], Awaitable[None]]) -> Route:
+        def get(path: str, answer: Answerer) -> Route:
             return Route(path, Responder(self, answer), methods=["GET"])
 
         return [
-            post(COMPLETIONS.path, self._completions),
-            post(CHAT.path, self._chat),
+            *(self._generating(one) for one in generating_routes(self.kept)),
+            post(COUNT_TOKENS.path, self._count_tokens, ANTHROPIC_FORM),
+            post(INPUT_TOKENS.path, self._input_tokens),
+            get("/v1/responses/{id}", self._show_response),
+            Route("/v1/responses/{id}", Responder(self, self._forget_response), methods=["DELETE"]),
             post(TOKENIZE.path, self._tokenize),
             post(DETOKENIZE.path, self._detokenize),
+            post(APPLY_TEMPLATE.path, self._apply_template),
+            get("/tokenizer_info", self._tokenizer_info),
             post(SCORE.path, self._score),
             get("/v1/models", self._list_models),
             get("/v1/models/{name:path}", self._show_model),
@@ -121,32 +135,31 @@ class Front:
             Route("/{rest:path}", Responder(self, _nowhere), methods=[*_METHODS]),
         ]
 
+    def _generating(self, service: GeneratingRoute) -> Route:
+        async def answer(exchange: Exchange) -> None:
+            await self._generate(exchange, service)
+
+        responder = Responder(self, answer, service.form)
+        return Route(service.route.path, responder, methods=["POST"])
+
+    def add(self, routes: Iterable[Route]) -> None:
+        """Serve further routes."""
+        self.application.router.routes[-1:-1] = routes  # the last one is for what has no route
+
     # --- generating -------------------------------------------------------------------------------
 
-    async def _completions(self, exchange: Exchange) -> None:
-        await self._generate(exchange, COMPLETIONS, read_completion)
-
-    async def _chat(self, exchange: Exchange) -> None:
-        await self._generate(exchange, CHAT, read_chat)
-
-    async def _generate(
-        self,
-        exchange: Exchange,
-        route: RouteTable,
-        read: Callable[[Mapping[str, Json], Addressee, Caller], Wanted],
-    ) -> None:
-        given, to = await self._read(exchange, route)
+    async def _generate(self, exchange: Exchange, service: GeneratingRoute) -> None:
+        given, to = await self._read(exchange, service.route)
         if self.settings.deadline is not None:
             given["timeout"] = min(given.get("timeout", 1e9), self.settings.deadline)
         # In a thread: templates and long texts take their time, which is nobody else's.
-        wanted = await asyncio.to_thread(read, given, to, exchange.caller)
+        wanted = await asyncio.to_thread(service.read, given, to, exchange.caller)
         self._require_room(sum(len(ids) for ids, _ in wanted.prompts), len(wanted.prompts))
-        kind = "chatcmpl" if wanted.in_chat else "cmpl"
-        head = Head(f"{kind}-{exchange.id}", to.name)
-        if wanted.stream:
-            await exchange.stream(self._chunks(wanted, head))
+        head = Head(f"{service.prefix}{exchange.id}", to.name)
+        if wanted.stream and service.streamed is not None:
+            await exchange.stream(self._chunks(wanted, service.streamed(wanted, head)))
             return
-        answer = WholeAnswer(wanted, head)
+        answer = service.whole(wanted, head)
         async with aclosing(self._follow(wanted)) as news:
             async for number, message in news:
                 if isinstance(message, Begun):
@@ -157,46 +170,65 @@ class Front:
         self._count(to, answer.usage.prompt, answer.usage.cached, answer.usage.completion)
         await exchange.answer(answer.shown())
 
-    async def _chunks(self, wanted: Wanted, head: Head) -> AsyncGenerator[Json, None]:
+    async def _chunks(self, wanted: Wanted, answer: Streamed) -> AsyncGenerator[Json, None]:
         """Yield the chunks of a stream, the first one once the engine has begun."""
-        answer, opened, last = StreamedAnswer(wanted, head), False, time.monotonic()
-        async with aclosing(self._follow(wanted)) as news:
-            async for number, message in news:
-                if not opened:
-                    opened = True
-                    for chunk in answer.opening():
+        opened = False
+        try:
+            async with aclosing(self._timed(self._follow(wanted), answer)) as news:
+                async for number, message in news:
+                    if not opened:
+                        opened = True
+                        for chunk in answer.opening():
+                            yield chunk
+                    chunks: Iterable[Json] = ()
+                    if isinstance(message, Begun):
+                        answer.begin(number, message)
+                    elif isinstance(message, RowNews):
+                        chunks = answer.row(number, message)
+                    elif isinstance(message, Over):
+                        chunks = answer.end(number, message)
+                    for chunk in chunks:
                         yield chunk
-                chunks: Iterable[Json] = ()
-                if isinstance(message, Begun):
-                    answer.begin(number, message)
-                elif isinstance(message, RowNews):
-                    chunks = answer.row(number, message)
-                    now = time.monotonic()
-                    told = (
-                        self.metrics.first if answer.usage.completion == 0 else self.metrics.between
-                    )
-                    told.observe(now - last)
-                    last = now
-                elif isinstance(message, Over):
-                    chunks = answer.end(number, message)
-                for chunk in chunks:
-                    yield chunk
+        except HttpError as error:
+            for chunk in answer.failing(str(error)) if opened else ():
+                yield chunk
+            raise
         for chunk in answer.closing():
             yield chunk
         self._count(wanted.to, answer.usage.prompt, answer.usage.cached, answer.usage.completion)
+
+    async def _timed(
+        self, news: AsyncGenerator[tuple[int, News], None], answer: Streamed
+    ) -> AsyncGenerator[tuple[int, News], None]:
+        """Yield news as they come, and count how long tokens took."""
+        last = time.monotonic()
+        async with aclosing(news):
+            async for number, message in news:
+                if isinstance(message, RowNews):
+                    now, first = time.monotonic(), answer.usage.completion == 0
+                    (self.metrics.first if first else self.metrics.between).observe(now - last)
+                    last = now
+                yield number, message
 
     async def _follow(self, wanted: Wanted) -> AsyncGenerator[tuple[int, News], None]:
         """Yield what becomes of every prompt, with its number; raise what one of them fails with.
 
         Leaving the iterator ends them all.
         """
+        places = wanted.places(calling())
+        for place in places:
+            self._require_possible(place)
         asks = wanted.asks([self.link.next_number() for _ in wanted.prompts])
         news: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
 
         async def pump(number: int) -> None:
-            async with aclosing(self.link.follow(asks[number])) as messages:
-                async for message in messages:
-                    news.put_nowait((number, message))
+            try:
+                async with aclosing(self.link.follow(asks[number], places[number])) as messages:
+                    async for message in messages:
+                        news.put_nowait((number, message))
+            except Exception:  # or whoever reads the news would wait for ever
+                log.exception("following a prompt failed")
+                news.put_nowait((number, Failed(asks[number].id, 500, "the server failed")))
 
         pumps = [asyncio.create_task(pump(number)) for number in range(len(asks))]
         try:
@@ -221,12 +253,36 @@ class Front:
 
     def _require_room(self, positions: int, asks: int) -> None:
         if not self.link.ready:
-            raise HttpError(503, "the engine is being started", retry=2)
+            raise HttpError(503, "the engine is being started", code="engine_starting", retry=2)
+        caller = calling()
+        if caller.background:  # how much of that there is, is bounded by who asks
+            return
         try:
+            self.link.book.require_tokens(caller.key, positions)
             self.link.require_room(positions, asks)
+        except OversizeError:
+            raise
+        except QuotaError as error:
+            raise HttpError(429, str(error), code="quota", retry=error.seconds) from error
         except CapacityError as error:
             self.metrics.rejections.inc()
             raise HttpError(429, str(error), code="queue_full", retry=self.link.pause()) from error
+
+    def _require_possible(self, place: LinePlace) -> None:
+        """Raise OversizeError for what could wait forever and never begin."""
+        self.link.book.require_rows(place.owner, place.rows)
+        known = (
+            ("rows", place.rows, self.link.rows, "Lower n, best_of or num_beams"),
+            ("positions", place.positions + 1, self.link.positions, "Send a shorter prompt"),
+        )
+        for what, needed, most, do in known:
+            if most is not None and needed > most:
+                raise OversizeError(
+                    f"the request needs more {what} than the engine has",
+                    wanted=f"at most {most}",
+                    got=needed,
+                    do=do,
+                )
 
     def _count(self, to: Addressee, prompt: int, cached: int, completion: int) -> None:
         self.metrics.prompt.labels(to.name).inc(prompt)
@@ -238,9 +294,10 @@ class Front:
     ) -> tuple[dict[str, Json], Addressee]:
         """Return the fields of a body, and who is meant."""
         body = await exchange.body()
+        exchange.names += tuple(one.name for one in route.fields.values() if one.required)
         given = await asyncio.to_thread(route.read, body) if exchange.is_long else route.read(body)
         if not self.link.models:
-            raise HttpError(503, "the engine is being started", retry=2)
+            raise HttpError(503, "the engine is being started", code="engine_starting", retry=2)
         return given, addressee(given.get("model"), self.link.models, self.models)
 
     # --- beside generating ------------------------------------------------------------------------
@@ -254,8 +311,7 @@ class Front:
 
         def ids() -> list[int]:
             if messages is not None:
-                begins = given.get("add_generation_prompt", True)
-                return render(messages, to.front, begins=begins)
+                return read_messages(given, to)[0]
             special = given.get("add_special_tokens", True)
             return list(tokenizer.encode(str(text), add_special_tokens=special))
 
@@ -264,6 +320,46 @@ class Front:
         if given.get("return_token_strs"):
             answer["token_strs"] = [tokenizer.decode([one]) for one in found]
         await exchange.answer(answer)
+
+    async def _apply_template(self, exchange: Exchange) -> None:
+        given, to = await self._read(exchange, APPLY_TEMPLATE)
+        text = await asyncio.to_thread(rendered_text, given, to)
+        await exchange.answer({"prompt": text})
+
+    async def _tokenizer_info(self, exchange: Exchange) -> None:
+        name = exchange.request.query_params.get("model")
+        to = addressee(name, self.link.models, self.models)
+        tokenizer = to.front.tokenizer
+        known = tokenizer.special_tokens_map
+        await exchange.answer(
+            {
+                "model": to.model,
+                **{name: known.get(name) for name in ("bos_token", "eos_token", "pad_token")},
+                **known,
+                "chat_template": tokenizer.chat_template,
+                "vocab_size": to.facts.vocabulary,
+                "max_model_len": to.facts.context,
+            }
+        )
+
+    async def _count_tokens(self, exchange: Exchange) -> None:
+        given, to = await self._read(exchange, COUNT_TOKENS)
+        found = await asyncio.to_thread(count_tokens, given, to)
+        await exchange.answer({"input_tokens": found})
+
+    async def _input_tokens(self, exchange: Exchange) -> None:
+        given, to = await self._read(exchange, INPUT_TOKENS)
+        found = await asyncio.to_thread(count_input_tokens, given, to, exchange.caller, self.kept)
+        await exchange.answer({"object": "response.input_tokens", "input_tokens": found})
+
+    async def _show_response(self, exchange: Exchange) -> None:
+        id = exchange.request.path_params["id"]
+        await exchange.answer(self.kept.find(exchange.caller, id).shown)
+
+    async def _forget_response(self, exchange: Exchange) -> None:
+        id = exchange.request.path_params["id"]
+        self.kept.forget(exchange.caller, id)
+        await exchange.answer({"id": id, "object": "response", "deleted": True})
 
     async def _detokenize(self, exchange: Exchange) -> None:
         given, to = await self._read(exchange, DETOKENIZE)
@@ -351,158 +447,22 @@ def _shown_score(found: Likelihoods) -> dict[str, Json]:
     return {"tokens": found.tokens, "logprobs": logprobs, "top_logprobs": top}
 
 
-# --- one exchange ---------------------------------------------------------------------------------
-
-
-class Gone(Exception):
-    """The client is not there any more."""
-
-
-class Exchange:
-    """One request and its answer."""
-
-    def __init__(self, front: Front, scope: Scope, receive: Receive, send: Send) -> None:
-        self.request = Request(scope)
-        self.id = secrets.token_hex(12)
-        self.caller = Caller()
-        self.status = 0
-        self.is_long = False
-        self.left = asyncio.Event()
-        self._front, self._receive, self._send = front, receive, send
-        self._listening: asyncio.Task[None] | None = None
-
-    # --- in ---------------------------------------------------------------------------------------
-
-    async def body(self) -> Json:
-        """Return the body, read as JSON; from now on the client is listened to."""
-        kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise HttpError(415, "The body is not application/json.")
-        raw = await self._bytes()
-        self._listening = asyncio.create_task(self._listen())
-        self.is_long = len(raw) > 1 << 16
-        try:
-            if self.is_long:
-                return await asyncio.to_thread(msgspec.json.decode, raw)
-            return msgspec.json.decode(raw)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise RequestError("the body is no JSON", got=str(error)[:200]) from error
-
-    async def _bytes(self) -> bytes:
-        """Return the bytes of the body, which come soon enough and are not too many."""
-        settings = self._front.settings
-        declared = self.request.headers.get("content-length", "0")
-        if declared.isdigit() and int(declared) > settings.body_bytes:
-            raise HttpError(413, f"The body is longer than {settings.body_bytes} bytes.")
-        found = bytearray()
-        while True:
-            try:
-                async with asyncio.timeout(settings.body_seconds):
-                    message = await self._receive()
-            except TimeoutError:
-                raise HttpError(408, "The body comes too slowly.", code="slow_body") from None
-            if message["type"] == "http.disconnect":
-                raise Gone
-            found += message.get("body", b"")
-            if len(found) > settings.body_bytes:
-                raise HttpError(413, f"The body is longer than {settings.body_bytes} bytes.")
-            if not message.get("more_body"):
-                return bytes(found)
-
-    async def _listen(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.left.set()
-
-    # --- out --------------------------------------------------------------------------------------
-
-    async def answer(self, value: Json, status: int = 200, headers: Mapping[str, str] = {}) -> None:
-        """Send a value as JSON."""
-        body = msgspec.json.encode(value)
-        await self.send(Response(body, status, headers, "application/json"))
-
-    async def send(self, response: Response) -> None:
-        """Send a whole response."""
-        self.status = response.status_code
-        response.headers["x-request-id"] = self.id
-        await response(self.request.scope, self._receive, self._send)
-
-    async def stream(self, chunks: AsyncGenerator[Json, None]) -> None:
-        """Send chunks as server-sent events, and a comment where none comes for a while.
-
-        What goes wrong before the first is an answer of its own; later it is the last event.
-        """
-        coming = aiter(chunks)
-        try:
-            waiting = asyncio.ensure_future(anext(coming))
-            value = await waiting  # before the status: an error still has one
-            await self._start_stream()
-            while True:
-                await self._write(b"data: " + msgspec.json.encode(value) + b"\n\n")
-                waiting = asyncio.ensure_future(anext(coming))
-                while not (await asyncio.wait((waiting,), timeout=self._ping))[0]:
-                    await self._write(b": ping\n")
-                value = await waiting
-        except StopAsyncIteration:
-            await self._write(b"data: [DONE]\n\n", more=False)
-        except HttpError as error:
-            if not self.status:
-                raise
-            log.warning("%s: the stream ends with an error: %s", self.id, error)
-            last = msgspec.json.encode({"error": error_body(error)})
-            await self._write(b"data: " + last + b"\n\n", more=False)
-        finally:
-            if not waiting.done():
-                waiting.cancel()
-                with suppress(asyncio.CancelledError, StopAsyncIteration):
-                    await waiting
-            with suppress(RuntimeError):
-                await chunks.aclose()
-
-    @property
-    def _ping(self) -> float:
-        return self._front.settings.ping_seconds
-
-    async def _start_stream(self) -> None:
-        self.status = 200
-        headers = {
-            b"content-type": b"text/event-stream; charset=utf-8",
-            b"cache-control": b"no-cache",
-            b"x-accel-buffering": b"no",
-            b"x-request-id": self.id.encode(),
-        }
-        start = {"type": "http.response.start", "status": 200, "headers": [*headers.items()]}
-        await self._send(start)
-
-    async def _write(self, body: bytes, *, more: bool = True) -> None:
-        """Send a piece; Gone if the reader takes nothing for too long."""
-        try:
-            async with asyncio.timeout(self._front.settings.write_seconds):
-                await self._send({"type": "http.response.body", "body": body, "more_body": more})
-        except (TimeoutError, OSError):
-            raise Gone from None
-
-    def stop_listening(self) -> None:
-        """Wait for the client no longer."""
-        if self._listening is not None:
-            self._listening.cancel()
-
-
-def error_body(error: HttpError) -> dict[str, Json]:
-    """Return an error as OpenAI's clients read it."""
-    usual = "server_error" if error.status >= 500 else "invalid_request_error"
-    kind = "rate_limit_error" if error.status == 429 else _ERROR_TYPES.get(error.status, usual)
-    return {"message": str(error)[:2000], "type": kind, "param": None, "code": error.code}
+# --- what every exchange has in common ---------------------------------------------------------
 
 
 class Responder:
     """The server of an exchange: who may ask, what went wrong, what ends when the client goes."""
 
-    def __init__(self, front: Front, answer: Callable[[Exchange], Awaitable[None]]) -> None:
-        self._front, self._answer = front, answer
+    def __init__(
+        self,
+        front: Front,
+        answer: Answerer,
+        form: WireForm = OPENAI_FORM,
+    ) -> None:
+        self._front, self._answer, self._form = front, answer, form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(self._front, scope, receive, send)
+        exchange = Exchange(self._front.settings, self._form, scope, receive, send)
         began = time.monotonic()
         self._front.open += 1
         try:
@@ -514,6 +474,8 @@ class Responder:
             await self._refuse(exchange, error)
         except UnknownModelError as error:
             await self._refuse(exchange, HttpError(404, str(error), code="model_not_found"))
+        except OversizeError as error:
+            await self._refuse(exchange, HttpError(400, str(error), code=TOO_LONG))
         except RequestError as error:
             await self._refuse(exchange, HttpError(400, str(error)))
         except EngineGone as error:
@@ -537,6 +499,18 @@ class Responder:
     async def _race(self, exchange: Exchange) -> None:
         """Answer, and stop where the client goes first."""
         self._admit(exchange)
+        caller = exchange.caller
+        CALLER.set(caller)  # which tasks that begin here inherit
+        if exchange.request.method != "POST" or caller.background:
+            await self._answer_or_leave(exchange)
+            return
+        try:
+            with self._front.link.book.request(caller.key):
+                await self._answer_or_leave(exchange)
+        except QuotaError as error:
+            raise HttpError(429, str(error), code="quota", retry=error.seconds) from error
+
+    async def _answer_or_leave(self, exchange: Exchange) -> None:
         working = asyncio.ensure_future(self._answer(exchange))
         leaving = asyncio.create_task(exchange.left.wait())
         try:
@@ -552,6 +526,9 @@ class Responder:
 
     def _admit(self, exchange: Exchange) -> None:
         settings, headers = self._front.settings, exchange.request.headers
+        if (inside := exchange.request.scope.get(INSIDE)) is not None:
+            exchange.caller = inside
+            return
         if not settings.hosts.accepts(headers.get("host", "")):
             raise HttpError(
                 403, "The Host header names another server. Allow it with --allow-host."
@@ -566,15 +543,16 @@ class Responder:
                 raise HttpError(401, "There is no such key.", code="invalid_api_key")
             exchange.caller = Caller(owner)
         if self._front.draining and exchange.request.method == "POST":
-            raise HttpError(503, "The server is being stopped.", retry=5)
+            raise HttpError(503, "The server is being stopped.", code="draining", retry=5)
 
     async def _refuse(self, exchange: Exchange, error: HttpError) -> None:
         if exchange.status:  # too late: what was sent stands
             return
+        exchange.place(error)
         headers = {} if error.retry is None else {"Retry-After": str(error.retry)}
         if error.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if error.status >= 500 and error.status != 503:
             headers["x-should-retry"] = "false"
         with suppress(OSError):
-            await exchange.answer({"error": error_body(error)}, error.status, headers)
+            await exchange.answer(self._form.error(error, exchange.id), error.status, headers)

@@ -6,12 +6,14 @@ import hashlib
 import re
 import secrets
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from everystep.config import ChatDefaults
 from everystep.config.chat_defaults import MOST_NEW_TOKENS
 from everystep.config.named_strategies import is_named
-from everystep.dialogue import Dialogue, read_dialogue
+from everystep.dialogue import Dialogue, read_dialogue, thoughts_apart
 from everystep.errors import (
     OversizeError,
     RequestError,
@@ -22,6 +24,7 @@ from everystep.errors import (
     shown,
 )
 from everystep.server.fields import GENERATE, Json
+from everystep.server.line import LinePlace
 from everystep.server.messages import Ask, ModelFacts, ScoreAsk
 from everystep.text import Tokenizer
 
@@ -61,9 +64,11 @@ class Addressee:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose request it is: the digest of its key, None where there are no keys."""
+    """Whose request it is: the digest of its key, None where there are no keys. `background`:
+    nobody waits for the answer."""
 
     key: str | None = None
+    background: bool = False
 
     def salt(self, own: str | None) -> str | None:
         """Return what requests must have in common to share rows: the key, and their own salt."""
@@ -72,13 +77,26 @@ class Caller:
         return hashlib.sha256(f"{self.key}\0{own or ''}".encode()).hexdigest()
 
 
+CALLER: ContextVar[Caller] = ContextVar("caller")
+"""The caller whose request this task answers."""
+_NOBODY = Caller()
+
+
+def calling() -> Caller:
+    """Return whose request this task answers; nobody's where it answers none."""
+    return CALLER.get(_NOBODY)
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """A request, read: what is asked of the engine, and the form of the answer.
 
     `prompts`: ids and text of each; `keywords`: those of `generate`; `n`: answers per prompt;
     `logprobs`: of how many best tokens, None for none; `nothing`: the prompt alone is wanted;
-    `dialogue`: what is asked of tools and thoughts.
+    `dialogue`: what is asked of tools and thoughts. `cut`: the context ends an answer before the
+    length that was asked for. `said`: fields of the body that its answer repeats or keeps.
+    `pools`: how hidden states become vectors, where these are wanted. `priority`: a lower one comes
+    first.
     """
 
     to: Addressee
@@ -94,12 +112,27 @@ class Wanted:
     ids: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
     dialogue: Dialogue | None = None
+    cut: bool = False
+    caller: Caller = field(default_factory=Caller)
+    said: Mapping[str, Json] = field(default_factory=dict)
+    pools: str | None = None
+    priority: int = 0
+
+    def places(self, caller: Caller) -> list[LinePlace]:
+        """Return the places in line of these asks."""
+        rows = rows_of(self.keywords)
+        tokens = self.n * int(self.keywords.get("max_new_tokens") or 0)
+        known = rows, self.priority, caller.background
+        return [LinePlace(caller.key, len(ids), tokens, *known) for ids, _ in self.prompts]
 
     def asks(self, numbers: list[int]) -> list[Ask]:
         """Return what is asked of the engine, an ask per prompt."""
-        known, chat, stream = dict(self.keywords), self.in_chat, self.stream
         pairs = zip(numbers, self.prompts, strict=True)
-        return [Ask(n, self.to.model, ids, known, chat, stream) for n, (ids, _) in pairs]
+        known, chat, stream = dict(self.keywords), self.in_chat, self.stream
+        return [
+            Ask(n, self.to.model, ids, known, chat, stream, pools=self.pools)
+            for n, (ids, _) in pairs
+        ]
 
     def respelled(self, text: str) -> str:
         """Return an error's text with fields named as the request named them."""
@@ -161,16 +194,27 @@ def read_completion(given: Mapping[str, Json], to: Addressee, caller: Caller) ->
     return _wanted(given, to, prompts, keywords, renamed, best, nothing=nothing, echo=echo)
 
 
-def read_chat(given: Mapping[str, Json], to: Addressee, caller: Caller) -> Wanted:
-    """Return what a body of /v1/chat/completions asks for."""
+def read_chat(
+    given: Mapping[str, Json],
+    to: Addressee,
+    caller: Caller,
+    *,
+    fits: bool = False,
+    told_apart: bool = False,
+) -> Wanted:
+    """Return what a body of /v1/chat/completions asks for.
+
+    `fits`: an answer ends at the context where it may be longer than that. `told_apart`: thoughts
+    are no part of the text, also where the body does not mention them.
+    """
     best = given.get("top_logprobs")
     if best is not None and not given.get("logprobs"):
         raise RequestError("top_logprobs needs logprobs", wanted="logprobs true with it")
     if given.get("logprobs"):
         best = best or 0
-    begins = given.get("add_generation_prompt", True)
-    dialogue = read_dialogue(to.front.tokenizer, *(given.get(name) for name in _DIALOGUE))
-    ids = render(given["messages"], to.front, begins=begins, dialogue=dialogue)
+    ids, dialogue = read_messages(given, to)
+    if dialogue is None and told_apart:
+        dialogue = thoughts_apart(to.front.tokenizer)
     known = {name: one for name, one in given.items() if name not in ("logprobs", "top_logprobs")}
     if (most := known.pop("max_completion_tokens", None)) is not None:
         known["max_tokens"] = most
@@ -182,8 +226,26 @@ def read_chat(given: Mapping[str, Json], to: Addressee, caller: Caller) -> Wante
         raise RequestError("max_tokens=0 asks for nothing", do="Ask for tokens")
     if best is not None:
         keywords["logprobs"] = best
-    wanted = _wanted(given, to, ((ids, ""),), keywords, renamed, best, in_chat=True)
+    prompts: tuple[tuple[list[int], str], ...] = ((ids, ""),)
+    wanted = _wanted(given, to, prompts, keywords, renamed, best, in_chat=True, fits=fits)
     return replace(wanted, dialogue=dialogue)
+
+
+def read_messages(given: Mapping[str, Json], to: Addressee) -> tuple[list[int], Dialogue | None]:
+    """Return the ids of a conversation, and what it asks of tools and thoughts."""
+    begins, continues, dialogue = _asked_of_template(given, to)
+    own = given["messages"], to.front
+    return render(*own, begins=begins, continues=continues, dialogue=dialogue), dialogue
+
+
+def _asked_of_template(
+    given: Mapping[str, Json], to: Addressee
+) -> tuple[bool, bool, Dialogue | None]:
+    """Return whether the answer is begun, whether the last message stays open, and the dialogue."""
+    continues = bool(given.get("continue_final_message"))
+    begins = bool(given.get("add_generation_prompt", not continues))
+    dialogue = read_dialogue(to.front.tokenizer, *(given.get(name) for name in _DIALOGUE))
+    return begins, continues, dialogue
 
 
 def _wanted(
@@ -197,6 +259,7 @@ def _wanted(
     in_chat: bool = False,
     nothing: bool = False,
     echo: bool = False,
+    fits: bool = False,
 ) -> Wanted:
     stream, options = bool(given.get("stream")), given.get("stream_options")
     if options is not None and not stream:
@@ -211,7 +274,8 @@ def _wanted(
                 "the prompt has ids beyond the vocabulary", wanted=f"0 to {vocabulary - 1}"
             )
     n = int(keywords.get("num_return_sequences") or keywords.get("n_best") or 1)
-    within = _within_context(keywords, max(len(ids) for ids, _ in prompts), to.facts.context)
+    longest = max(len(ids) for ids, _ in prompts)
+    within = _within_context(keywords, longest, to.facts.context, fits)
     return Wanted(
         to,
         prompts,
@@ -225,19 +289,29 @@ def _wanted(
         nothing,
         bool(given.get("return_token_ids")),
         renamed,
+        cut=within.get("max_new_tokens") != keywords.get("max_new_tokens"),
+        priority=given.get("priority", 0),
     )
 
 
+def rows_of(keywords: Mapping[str, Json]) -> int:
+    """Return how many rows of the engine a prompt needs at least."""
+    named = ("num_beams", "num_return_sequences", "best_of")
+    return max(int(keywords.get(name) or 1) for name in named)
+
+
 def _within_context(
-    keywords: Mapping[str, Json], longest: int, context: int | None
+    keywords: Mapping[str, Json], longest: int, context: int | None, fits: bool
 ) -> Mapping[str, Json]:
     """Return the keywords with room for what they ask for; OversizeError where there is none.
 
-    A length that nobody named ends at the context.
+    A length that nobody named ends at the context, and with `fits` one that somebody did.
     """
     if context is None:
         return keywords
     room, asked = context - longest, keywords.get("max_new_tokens")
+    if fits and isinstance(asked, int) and asked > room >= 1:
+        return {**keywords, "max_new_tokens": room}
     if room < 1 or (isinstance(asked, int) and asked > room):
         raise OversizeError(
             "the prompt and what is asked for are longer than the context",
@@ -262,23 +336,58 @@ def _ids(prompt: str | list[int], to: Addressee) -> tuple[list[int], str]:
 
 
 def render(
-    messages: list[Json], front: FrontModel, *, begins: bool, dialogue: Dialogue | None = None
+    messages: list[Json],
+    front: FrontModel,
+    *,
+    begins: bool,
+    continues: bool = False,
+    dialogue: Dialogue | None = None,
 ) -> list[int]:
     """Return the ids of a conversation; RequestError for a message that cannot be read."""
+    asked = {"add_generation_prompt": begins, "continue_final_message": continues}
+    return list(_rendered(messages, front, dialogue, tokenize=True, return_dict=False, **asked))
+
+
+def _rendered(
+    messages: list[Json], front: FrontModel, dialogue: Dialogue | None, **asked: bool
+) -> Any:
+    """Return what the chat template makes of a conversation."""
     for number, message in enumerate(messages):
         _require_message(message, f"messages[{number}]")
     if front.tokenizer.chat_template is None:
         raise TokenizerError("the model has no chat template", do="Ask /v1/completions instead")
-    begun = front.chat.begun(messages)
-    told = {} if dialogue is None else dialogue.template
-    ids = front.tokenizer.apply_chat_template(
-        begun if dialogue is None else dialogue.messages(begun),
-        tokenize=True,
-        add_generation_prompt=begins,
-        return_dict=False,
-        **told,
-    )
-    return list(ids)
+    begun = front.chat.begun(_flat(messages, front.tokenizer))
+    told: dict[str, Any] = {**({} if dialogue is None else dialogue.template), **asked}
+    turns = begun if dialogue is None else dialogue.messages(begun)
+    return front.tokenizer.apply_chat_template(turns, **told)
+
+
+def rendered_text(given: Mapping[str, Json], to: Addressee) -> str:
+    """Return the text of a conversation, as the chat template writes it."""
+    begins, continues, dialogue = _asked_of_template(given, to)
+    asked = {"add_generation_prompt": begins, "continue_final_message": continues}
+    return str(_rendered(given["messages"], to.front, dialogue, tokenize=False, **asked))
+
+
+def _flat(messages: list[Json], tokenizer: Tokenizer) -> list[Json]:
+    """Return messages whose texts are whole, where the chat template would print their parts as
+    they are."""
+    if not any(isinstance(one.get("content"), list) for one in messages):
+        return messages
+    probe = [{"role": "user", "content": [{"type": "text", "text": ""}]}]
+    try:
+        reads = "type" not in tokenizer.apply_chat_template(probe, tokenize=False)
+    except (RequestError, TokenizerError):
+        reads = False
+    return messages if reads else [_joined(one) for one in messages]
+
+
+def _joined(message: Json) -> Json:
+    """Return a message with its parts as one text, a line for each."""
+    parts = message.get("content")
+    if not isinstance(parts, list) or any(one["type"] not in _PARTS for one in parts):
+        return message
+    return {**message, "content": "\n".join(one[one["type"]] for one in parts)}
 
 
 def _require_message(message: Mapping[str, Json], where: str) -> None:
@@ -396,6 +505,66 @@ def _negative(prompt: Json, to: Addressee) -> list[int]:
     if isinstance(prompt, list) and isinstance(prompt[0], dict):
         return render(prompt, to.front, begins=True)
     return _ids(prompt, to)[0]
+
+
+# --- vectors --------------------------------------------------------------------------------------
+
+
+def read_inputs(
+    given: Mapping[str, Json],
+    inputs: Json,
+    to: Addressee,
+    keywords: Mapping[str, Json],
+    pools: str,
+) -> Wanted:
+    """Return that a vector is wanted of a text or a list of ids, or of each of several."""
+    several = isinstance(inputs, list) and not isinstance(inputs[0], int)
+    prompts = tuple(_ids(one, to) for one in (inputs if several else [inputs]))
+    wanted = _wanted({}, to, prompts, keywords, {}, None)
+    return replace(wanted, said=given, pools=pools)
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def read_open(given: Mapping[str, Json], to: Addressee, caller: Caller) -> dict[str, Json]:
+    """Return what a body of /v1/everystep/runs opens: a model, ids and keywords."""
+    prompt, messages = given.get("prompt"), given.get("messages")
+    if (prompt is None) == (messages is None):
+        raise RequestError("one of prompt and messages is wanted", do="Send one of them")
+    if prompt is not None:
+        ids = _ids(prompt, to)[0]
+    else:
+        ids = render(messages or [], to.front, begins=given.get("add_generation_prompt", True))
+    if any(one >= to.facts.vocabulary for one in ids):
+        wanted = f"0 to {to.facts.vocabulary - 1}"
+        raise RequestError("the prompt has ids beyond the vocabulary", wanted=wanted)
+    keywords, _ = _keywords(given, to, caller)
+    if given.get("logprobs") is not None:
+        keywords["logprobs"] = given["logprobs"]
+    within = _within_context(keywords, len(ids), to.facts.context, fits=False)
+    opened = {"model": to.model, "prompt": ids, "keywords": dict(within)}
+    return {**opened, "in_chat": messages is not None}
+
+
+def read_changes(given: Mapping[str, Json], to: Addressee) -> dict[str, Json]:
+    """Return the keywords that are set in a run; those of the fields that a body has, no others."""
+    found, _ = _keywords(given, to, Caller())
+    if "seed" not in given:
+        del found["seed"]
+    found.pop("adapter_names", None)
+    found.pop("trim_stop_strings", None)
+    return found
+
+
+def read_ids(given: Mapping[str, Json], to: Addressee) -> list[int]:
+    """Return the ids of what is sent into a run: `ids`, or those of `text`."""
+    text, ids = given.get("text"), given.get("ids")
+    if (text is None) == (ids is None):
+        raise RequestError("one of text and ids is wanted", do="Send one of them")
+    if text is None:
+        return [*(ids or ())]
+    return list(to.front.tokenizer.encode(text, add_special_tokens=False))
 
 
 # --- scores ---------------------------------------------------------------------------------------

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from everystep._version import __version__
 from everystep.server.fields import Json, WireField
-from everystep.server.routes import READ_ONLY, ROUTES, RouteTable
+from everystep.server.routes import COMPLETIONS, MANAGED, READ_ONLY, ROUTES, RouteTable
 
 
 def openapi() -> dict[str, Json]:
     """Return the OpenAPI document of every route."""
-    paths: dict[str, Json] = {one.path: {"post": _operation(one)} for one in ROUTES}
+    paths: dict[str, Json] = {one.path: {"post": _operation(one)} for one in (*ROUTES, *MANAGED)}
     answers = {"200": {"description": "the answer"}}
     paths |= {
         path: {"get": {"summary": line, "responses": answers}} for path, line in READ_ONLY.items()
@@ -44,11 +44,15 @@ def _operation(route: RouteTable) -> dict[str, Json]:
 def reference() -> str:
     """Return the reference of the wire, as it stands in docs/reference/wire.md."""
     parts = [_HEAD]
-    for route in ROUTES:
+    for route in (*ROUTES, *MANAGED):
         parts.append(f"## POST {route.path}\n\n{route.line}\n")
-        rows = [_row(one) for one in route.fields.values()]
-        parts.append("| field | values | default | meaning |\n| --- | --- | --- | --- |")
-        parts[-1] += "\n" + "\n".join(rows) + "\n"
+        known = [one for one in route.fields.values() if not (route.also and _is_common(one))]
+        if known:
+            parts.append("| field | values | default | meaning |\n| --- | --- | --- | --- |")
+            parts[-1] += "\n" + "\n".join(map(_row, known)) + "\n"
+        if route.also:
+            parts.append(route.also + "\n")
+            continue
         for said, names in (("Ignored", route.ignored), ("Refused", route.refused)):
             if names:
                 lines = "\n".join(f"- `{name}`: {why}" for name, why in names.items())
@@ -66,6 +70,11 @@ here is refused with status 400 and the nearest name; `null` is the same as leav
 field without a default is as in `generate`: the model's generation config says it, or the defaults
 of a conversation do.
 """
+
+
+def _is_common(one: WireField) -> bool:
+    """Return whether the table of completions lists the field."""
+    return COMPLETIONS.fields.get(one.name) == one
 
 
 def _row(one: WireField) -> str:

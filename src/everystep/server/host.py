@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -23,9 +24,16 @@ from everystep.drivers.engine_thread import Desk, Submission
 from everystep.drivers.generated import Generated
 from everystep.drivers.session import KEPT, Session
 from everystep.engine import Continuous, Reuse
-from everystep.errors import CapacityError, OversizeError, RequestError, TokenizerError
+from everystep.errors import (
+    CapacityError,
+    OversizeError,
+    RequestError,
+    TokenizerError,
+    UnsupportedError,
+)
 from everystep.outputs import TokenLogprobs
 from everystep.requests.options import Options
+from everystep.server.hosted_runs import HostedRuns
 from everystep.server.messages import (
     OF_FRONT,
     Ask,
@@ -39,6 +47,7 @@ from everystep.server.messages import (
     Quit,
     Ready,
     RowNews,
+    RunAsk,
     ScoreAsk,
     ScoredTexts,
     ToEngine,
@@ -47,6 +56,7 @@ from everystep.server.messages import (
     frame,
     read_frame,
 )
+from everystep.server.pooling import Pooling, vector_of
 from everystep.stops.ends import moment
 from everystep.text import Tokenizer
 from everystep.types import Event, FinishReason
@@ -109,13 +119,16 @@ class EngineHost:
         self._under: dict[int, _Under] = {}
         self._noticed = asyncio.Event()
         self._scoring = ThreadPoolExecutor(1, "everystep scores")
+        self._runs = HostedRuns({name: (m.model, m.tokenizer) for name, m in models.items()})
+        self._running: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self, connection: socket.socket) -> None:
         """Answer asks until the front says so, or is gone; nothing is left inside then."""
         self._loop = asyncio.get_running_loop()
         reader, self._writer = await asyncio.open_connection(sock=connection)
         facts = [one.facts(name) for name, one in self._models.items()]
-        self._send(Ready(facts, self._limits.max_rows, os.getpid()))
+        limits = self._limits
+        self._send(Ready(facts, limits.max_rows, os.getpid(), limits.max_positions))
         telling = asyncio.create_task(self._tell())
         telling.add_done_callback(lambda _: self._writer.close())  # a defect ends the connection
         try:
@@ -131,18 +144,25 @@ class EngineHost:
             for under in self._under.values():
                 under.one.leave()
             self._scoring.shutdown(wait=False, cancel_futures=True)
+            for task in self._running.values():
+                task.cancel()
+            await asyncio.to_thread(self._runs.close)
             await asyncio.gather(*(asyncio.to_thread(m.desk.join) for m in self._models.values()))
             self._writer.close()
 
     # --- in ---------------------------------------------------------------------------------------
 
-    def _take(self, message: Ask | ScoreAsk | Leave) -> None:
+    def _take(self, message: Ask | ScoreAsk | RunAsk | Leave) -> None:
         match message:
             case Ask():
                 self._submit(message)
             case ScoreAsk():
                 self._loop.run_in_executor(self._scoring, self._score, message)
+            case RunAsk():
+                self._running[message.id] = asyncio.create_task(self._carry_out(message))
             case Leave():
+                if (task := self._running.get(message.id)) is not None:
+                    task.cancel()
                 if (under := self._under.pop(message.id, None)) is not None:
                     under.one.leave()
             case _:
@@ -152,9 +172,10 @@ class EngineHost:
         hosted, since = self._models[ask.model], moment()
 
         def options() -> Options:
-            return hosted.session.asked(
-                ask.prompt, _as_keywords(ask.keywords), since, in_chat=ask.in_chat
-            )
+            keywords = _as_keywords(ask.keywords)
+            if ask.pools is not None:
+                keywords["strategy"] = _pooling(ask.pools, hosted.model)
+            return hosted.session.asked(ask.prompt, keywords, since, in_chat=ask.in_chat)
 
         def notice() -> None:
             try:
@@ -189,6 +210,17 @@ class EngineHost:
             message = failed(ask.id, error)
         self._loop.call_soon_threadsafe(self._send, message)
 
+    async def _carry_out(self, ask: RunAsk) -> None:
+        """Do something to a run, a step at a time, between steps of other runs."""
+        try:
+            async with aclosing(self._runs.carry_out(ask)) as messages:
+                async for message in messages:
+                    self._send(message)
+        except Exception as error:
+            self._send(failed(ask.id, error))
+        finally:
+            self._running.pop(ask.id, None)
+
     # --- out --------------------------------------------------------------------------------------
 
     async def _tell(self) -> None:
@@ -203,7 +235,7 @@ class EngineHost:
                 rows += self._news(id, under)
                 if ended:
                     del self._under[id]
-                    over.append(_outcome(id, under.one))
+                    over.append(_outcome(under.ask, under.one))
             if rows:
                 self._send(Tokens(rows))
             for message in over:
@@ -266,12 +298,25 @@ def _said(reason: FinishReason) -> tuple[str, str | int | None]:
     return reason.kind, matched if isinstance(matched, str | int) else None
 
 
-def _outcome(id: int, one: Submission) -> ToFront:
+def _pooling(how: str, model: LanguageModel) -> Pooling:
+    """Return the strategy that makes vectors in this way; UnsupportedError for a model that has no
+    states of a prompt."""
+    if model.is_encoder_decoder:
+        what = "vectors are made of the states of a decoder, and this model reads with an encoder"
+        raise UnsupportedError(what, do="Ask a model without one")
+    return Pooling("last" if how == "last" else "mean")
+
+
+def _outcome(ask: Ask, one: Submission) -> ToFront:
     """Return what an ask that is over became."""
+    id = ask.id
     try:
         group = one.group()
         if group.error is not None:
             raise group.error
+        if ask.pools is not None:
+            size = group.request.prompt.length
+            return Over(id, [Ended([], "stop", None, 0.0, size, 0, vector=vector_of(group))])
         reply = replace(one.answer(), tokenizer=None)  # the front makes the texts
         return Over(id, [_ended(result) for result in reply.generated(group)])
     except Exception as error:

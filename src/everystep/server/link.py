@@ -25,6 +25,7 @@ import msgspec
 from everystep.errors import CapacityError, EverystepError, FormatError
 from everystep.server.engine_process import EngineOrders
 from everystep.server.host import EngineLimits, HostedModel, serve_connection
+from everystep.server.line import LinePlace, WaitingLine
 from everystep.server.messages import (
     OF_ENGINE,
     Ask,
@@ -36,19 +37,24 @@ from everystep.server.messages import (
     Quit,
     Ready,
     RowNews,
+    RunAsk,
+    RunNews,
+    RunOver,
     ScoreAsk,
     ScoredTexts,
     Tokens,
     frame,
     read_frame,
 )
+from everystep.server.quotas import QuotaBook
 
 log = logging.getLogger("everystep.server")
 
 _FATAL = 2
 """Deaths of an engine after which an ask that was under way is given up."""
 _LONGEST_PAUSE = 10.0
-News = RowNews | Begun | Over | ScoredTexts | Failed
+News = RowNews | Begun | Over | ScoredTexts | RunNews | RunOver | Failed
+AnyAsk = Ask | ScoreAsk | RunAsk
 
 
 class EngineGone(EverystepError, RuntimeError):
@@ -132,18 +138,26 @@ class Asking:
     are left out.
     """
 
-    ask: Ask | ScoreAsk
+    ask: AnyAsk
     news: asyncio.Queue[News] = field(default_factory=asyncio.Queue)
     waiting: bool = True
     deaths: int = 0
     told: Counter[int] = field(default_factory=Counter)
     seen: Counter[int] = field(default_factory=Counter)
     since: float = field(default_factory=time.monotonic)
+    sent: bool = False
+
+    @property
+    def made(self) -> int:
+        """The number of tokens that were told."""
+        return sum(self.told.values())
 
     @property
     def size(self) -> int:
         """The number of its prompt's ids."""
         ask = self.ask
+        if isinstance(ask, RunAsk):
+            return 0
         return len(ask.prompt) if isinstance(ask, Ask) else sum(map(len, ask.rows))
 
     def tell(self, message: News) -> None:
@@ -174,8 +188,15 @@ class EngineLink:
     `models`: those it has said that it serves, by name, once `ready` is true.
     """
 
-    def __init__(self, mooring: Mooring, limits: QueueLimits | None = None) -> None:
+    def __init__(
+        self,
+        mooring: Mooring,
+        limits: QueueLimits | None = None,
+        book: QuotaBook | None = None,
+    ) -> None:
         self._mooring, self._limits = mooring, limits or QueueLimits()
+        self.book = book or QuotaBook()
+        self._lines: dict[str, WaitingLine] = {}
         self._asking: dict[int, Asking] = {}
         self._number = 0
         self._writer: asyncio.StreamWriter | None = None
@@ -183,6 +204,7 @@ class EngineLink:
         self._ready = asyncio.Event()
         self._seconds = 1.0  # of an ask, the mean of the last ones
         self.rows = 1
+        self.positions: int | None = None
         self.restarts = 0
         self.process: int | None = None
         self.models: dict[str, ModelFacts] = {}
@@ -245,8 +267,8 @@ class EngineLink:
 
     def require_room(self, positions: int, more: int = 1) -> None:
         """Raise CapacityError if so many more asks, of so many ids, are too many to wait."""
-        waiting = self.waiting
-        line = sum(one.size for one in self._asking.values() if one.waiting)
+        waiting = sum(line.asked for line in self._lines.values())
+        line = sum(line.positions for line in self._lines.values())
         if waiting + more > self._limits.requests and waiting:
             wanted = f"at most {self._limits.requests}"
             raise CapacityError("too many requests wait", wanted=wanted, got=waiting + more)
@@ -254,24 +276,50 @@ class EngineLink:
             wanted = f"at most {self._limits.positions} tokens"
             raise CapacityError("too many prompts wait", wanted=wanted, got=line + positions)
 
-    async def follow(self, ask: Ask | ScoreAsk) -> AsyncGenerator[News, None]:
-        """Yield what becomes of an ask, `Over`, `ScoredTexts` or `Failed` last.
+    async def follow(
+        self, ask: AnyAsk, place: LinePlace | None = None
+    ) -> AsyncGenerator[News, None]:
+        """Yield what becomes of an ask, `Over`, `ScoredTexts`, `RunOver` or `Failed` last.
 
-        Leaving the iterator ends the ask.
+        A prompt waits in line, at its place. Leaving the iterator ends the ask.
         """
-        one = self._asking[ask.id] = Asking(ask)
+        one = self._asking[ask.id] = Asking(ask, waiting=not isinstance(ask, RunAsk))
         try:
-            self._send(ask)
+            if isinstance(ask, Ask):
+                line = self._lines.setdefault(ask.model, WaitingLine(self.book))
+                line.enter(ask.id, place or LinePlace(positions=len(ask.prompt)))
+                self._advance(line)
+            else:
+                one.sent = True
+                self._send(ask)
             while True:
                 message = await one.news.get()
                 yield message
-                if isinstance(message, Over | ScoredTexts | Failed):
+                if isinstance(message, Over | ScoredTexts | RunOver | Failed):
                     return
         finally:
             if self._asking.pop(ask.id, None) is not None:
-                self._send(Leave(ask.id))
+                if one.sent:
+                    self._send(Leave(ask.id))
+                self._leave_line(one, one.made)
 
-    def _send(self, message: Ask | ScoreAsk | Leave) -> None:
+    def _advance(self, line: WaitingLine) -> None:
+        """Let those begin whose turn it is, where an engine is there."""
+        if self._writer is None:
+            return
+        for number in line.begin(self.rows):
+            one = self._asking[number]
+            one.sent = True
+            self._send(one.ask)
+
+    def _leave_line(self, one: Asking, made: int) -> None:
+        """Give up an ask's place, after so many tokens; others may begin then."""
+        if isinstance(one.ask, Ask):
+            line = self._lines[one.ask.model]
+            line.leave(one.ask.id, made)
+            self._advance(line)
+
+    def _send(self, message: AnyAsk | Leave) -> None:
         """Write a message where an engine is there; asks are sent to the next one otherwise."""
         if self._writer is not None:
             self._writer.write(frame(message))
@@ -316,12 +364,16 @@ class EngineLink:
         """Take a new engine, and ask it what the last one had not ended."""
         self.models = {one.name: one for one in message.models}
         self.rows, self.process, self._writer = message.rows, message.process, writer
+        self.positions = message.positions
         for one in self._asking.values():
             one.seen.clear()
-            self._send(one.ask)
+            if one.sent:
+                self._send(one.ask)
+        for line in self._lines.values():
+            self._advance(line)
         self._ready.set()
 
-    def _hand_on(self, message: Tokens | Begun | Over | ScoredTexts | Failed) -> None:
+    def _hand_on(self, message: Tokens | News) -> None:
         if isinstance(message, Tokens):
             for row in message.rows:
                 if (one := self._asking.get(row.id)) is not None:
@@ -329,9 +381,13 @@ class EngineLink:
             return
         if (one := self._asking.get(message.id)) is None:
             return
-        if isinstance(message, Over | ScoredTexts | Failed):
+        if isinstance(message, RunOver):
+            del self._asking[message.id]
+        elif isinstance(message, Over | ScoredTexts | Failed):
             del self._asking[message.id]
             self._seconds += 0.1 * (time.monotonic() - one.since - self._seconds)
+            over = message.results if isinstance(message, Over) else None
+            self._leave_line(one, one.made if over is None else sum(len(r.tokens) for r in over))
         one.tell(message)
 
     def _give_up_fatal(self) -> None:
@@ -344,12 +400,15 @@ class EngineLink:
         for id, one in list(self._asking.items()):
             if always or one.deaths >= _FATAL or (one.deaths and not repeats(one.ask)):
                 del self._asking[id]
+                self._leave_line(one, one.made)
                 one.tell(Failed(id, 503, text))
 
 
-def repeats(ask: Ask | ScoreAsk) -> bool:
+def repeats(ask: AnyAsk) -> bool:
     """Return whether an ask gives the same when it is asked again: its draws are keyed by a seed,
-    and no clock ends it."""
+    and no clock ends it. What is done to a run is lost with it."""
+    if isinstance(ask, RunAsk):
+        return False
     if isinstance(ask, ScoreAsk):
         return True
     timed = any(ask.keywords.get(name) is not None for name in ("timeout", "max_time"))

@@ -14,11 +14,14 @@ from contextlib import contextmanager
 import uvicorn
 
 from everystep.api.model import LanguageModel
-from everystep.server.application import Front, FrontSettings
+from everystep.server.application import Front
 from everystep.server.asking import FrontModel
+from everystep.server.exchange import FrontSettings
 from everystep.server.host import EngineLimits, HostedModel
 from everystep.server.link import EngineLink, QueueLimits, ThreadMooring
 from everystep.server.listener import Listener
+from everystep.server.quotas import QuotaBook
+from everystep.server.service import ServedBeside, Service
 from everystep.text import Tokenizer
 
 
@@ -29,11 +32,13 @@ def serving(
     settings: FrontSettings | None = None,
     limits: EngineLimits | None = None,
     queue: QueueLimits | None = None,
+    quotas: QuotaBook | None = None,
+    beside: ServedBeside | None = None,
     port: int = 0,
 ) -> Iterator[str]:
     """Serve these models by name on this machine while the body runs; the value is the address.
 
-    `port`: 0 for any that is free.
+    `beside`: what is served beside generating. `port`: 0 for any that is free.
     """
     own = limits or EngineLimits()
 
@@ -41,25 +46,31 @@ def serving(
         return {name: HostedModel(*one, own) for name, one in models.items()}
 
     fronts = {name: FrontModel(two, one.chat_defaults) for name, (one, two) in models.items()}
-    link = EngineLink(ThreadMooring(hosted, own), queue)
-    with listening(Front(link, fronts, settings), port) as bound:
+    link = EngineLink(ThreadMooring(hosted, own), queue, quotas)
+    with listening(Front(link, fronts, settings), port, beside) as bound:
         yield f"http://127.0.0.1:{bound}"
 
 
 @contextmanager
-def listening(front: Front, port: int = 0) -> Iterator[int]:
+def listening(front: Front, port: int = 0, beside: ServedBeside | None = None) -> Iterator[int]:
     """Start the engine of a front and listen for it on loopback while the body runs; the value is
-    the port. Nothing is left afterwards."""
+    the port. Nothing is left afterwards. `beside`: what is served beside generating."""
+    service = Service(front, beside)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="everystep front", daemon=True)
     thread.start()
     config = uvicorn.Config(
-        front.application, "127.0.0.1", port, log_config=None, lifespan="off", server_header=False
+        service.front.application,
+        "127.0.0.1",
+        port,
+        log_config=None,
+        lifespan="off",
+        server_header=False,
     )
     listener = Listener(config)
 
     async def start() -> asyncio.Task[None]:
-        await front.link.start()
+        await service.start()
         task = asyncio.create_task(listener.serve())
         while not (listener.started or task.done()):
             await asyncio.sleep(0.005)
@@ -68,7 +79,7 @@ def listening(front: Front, port: int = 0) -> Iterator[int]:
     async def stop(task: asyncio.Task[None]) -> None:
         listener.should_exit = True
         await asyncio.gather(task, return_exceptions=True)
-        await front.link.close()
+        await service.close()
 
     try:
         task = asyncio.run_coroutine_threadsafe(start(), loop).result()

@@ -20,7 +20,8 @@ _HEAD = 4
 
 class Ask(msgspec.Struct, tag=True, frozen=True):
     """A prompt for a model: its ids, the keywords of `generate` beside it, and whether it was a
-    conversation. `streams`: whether its tokens are told as they come."""
+    conversation. `streams`: whether its tokens are told as they come. `pools`: how its hidden
+    states become the vector that is wanted in place of an answer."""
 
     id: int
     model: str
@@ -29,6 +30,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     in_chat: bool = False
     streams: bool = False
     seconds: float | None = None
+    pools: str | None = None
 
 
 class ScoreAsk(msgspec.Struct, tag=True, frozen=True):
@@ -40,6 +42,19 @@ class ScoreAsk(msgspec.Struct, tag=True, frozen=True):
     after: list[int] | None
     best: int
     adapter: str | None = None
+
+
+class RunAsk(msgspec.Struct, tag=True, frozen=True):
+    """Something that is to be done to a run, by its name in `everystep.Run`, with what it is given.
+
+    `run`: the name of the run; `data`: the bytes of a saved one.
+    """
+
+    id: int
+    run: str
+    verb: str
+    given: dict[str, Any] = {}
+    data: bytes = b""
 
 
 class Leave(msgspec.Struct, tag=True, frozen=True):
@@ -65,11 +80,13 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The engine has loaded its models and takes asks."""
+    """The engine has loaded its models and takes asks: rows at once, and positions, None for any
+    number."""
 
     models: list[ModelFacts]
     rows: int
     process: int
+    positions: int | None = None
 
 
 class Likelihoods(msgspec.Struct, frozen=True):
@@ -114,7 +131,7 @@ class Begun(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """One continuation of an ask."""
+    """One continuation of an ask, or its vector, float32 with the least byte first."""
 
     tokens: list[int]
     kind: str
@@ -124,6 +141,7 @@ class Ended(msgspec.Struct, frozen=True):
     cached_tokens: int
     known: Likelihoods | None = None
     known_prompt: Likelihoods | None = None
+    vector: bytes | None = None
 
 
 class Over(msgspec.Struct, tag=True, frozen=True):
@@ -140,6 +158,21 @@ class ScoredTexts(msgspec.Struct, tag=True, frozen=True):
     rows: list[Likelihoods]
 
 
+class RunNews(msgspec.Struct, tag=True, frozen=True):
+    """A step of a run, when it is taken."""
+
+    id: int
+    step: dict[str, Any]
+
+
+class RunOver(msgspec.Struct, tag=True, frozen=True):
+    """The end of what was asked of a run. `data`: the bytes of a saved one."""
+
+    id: int
+    body: dict[str, Any]
+    data: bytes = b""
+
+
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """An ask has failed: the status of HTTP that says so, and the text of the error."""
 
@@ -148,8 +181,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     text: str
 
 
-ToEngine = Ask | ScoreAsk | Leave | Quit
-ToFront = Ready | Begun | Tokens | Over | ScoredTexts | Failed
+ToEngine = Ask | ScoreAsk | RunAsk | Leave | Quit
+ToFront = Ready | Begun | Tokens | Over | ScoredTexts | RunNews | RunOver | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 OF_FRONT: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

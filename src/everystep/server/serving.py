@@ -16,6 +16,7 @@ from everystep.errors import RequestError
 from everystep.server.application import Front
 from everystep.server.link import EngineLink, ProcessMooring
 from everystep.server.listener import Listener
+from everystep.server.service import Service
 from everystep.server.settings import ServeSettings, front_model
 
 log = logging.getLogger("everystep.server")
@@ -60,33 +61,35 @@ async def serve(settings: ServeSettings, tell: Callable[[str, str], None]) -> No
         for name, source in sources.items()
     }
     listening = bound(settings)
-    link = EngineLink(ProcessMooring(settings.orders(sources)), settings.queue())
+    link = EngineLink(ProcessMooring(settings.orders(sources)), settings.queue(), settings.book())
     front = Front(link, fronts, front_settings)
+    service = Service(front, settings.beside())
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for one in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(one, _stop, stopping, front)
     try:
-        starting = asyncio.ensure_future(link.start())
+        starting = asyncio.ensure_future(service.start())
         stop = asyncio.create_task(stopping.wait())
         await asyncio.wait((starting, stop), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
             return
         await starting
-        await _listen(settings, front, listening, stopping, tell)
+        await _listen(settings, service, listening, stopping, tell)
     finally:
         listening.close()
-        await link.close()
+        await service.close()
 
 
 async def _listen(
     settings: ServeSettings,
-    front: Front,
+    service: Service,
     listening: socket.socket,
     stopping: asyncio.Event,
     tell: Callable[[str, str], None],
 ) -> None:
+    front = service.front
     config = uvicorn.Config(
         front.application,
         log_config=None,
@@ -105,6 +108,7 @@ async def _listen(
     tell(address(settings, listening), next(iter(front.link.models)))
     stop = asyncio.create_task(stopping.wait())
     await asyncio.wait((running, stop), return_when=asyncio.FIRST_COMPLETED)
+    await service.pause()
     with suppress(TimeoutError):
         async with asyncio.timeout(settings.drain_seconds):
             while front.open:

@@ -20,10 +20,12 @@ from everystep.errors import (
 from everystep.files.gguf import read_gguf
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.server.access import Hosts, Keys, digest_of, is_loopback, read_keys
-from everystep.server.application import FrontSettings
 from everystep.server.asking import FrontModel
 from everystep.server.engine_process import EngineOrders
+from everystep.server.exchange import FrontSettings
 from everystep.server.link import QueueLimits
+from everystep.server.quotas import Quota, QuotaBook, read_key_quotas
+from everystep.server.service import ServedBeside
 from everystep.text import Tokenizer
 
 
@@ -32,7 +34,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     `model`: what is served; `models`: further ones by name; `adapters`: folders by name, of the
     first model. `key_files`: digests of keys, a line each. `public_without_key`: serve everybody on
-    a public address. `drain_seconds`: what a stop waits for.
+    a public address. `drain_seconds`: what a stop waits for. `files`: the folder of batch files.
+    `quota`: that of keys without one of their own; `quotas`: by name or digest of a key.
     """
 
     model: str = DEFAULT_MODEL
@@ -59,6 +62,9 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache_dtype: str | None = None
     threads: int | None = None
     offline: bool = False
+    files: str | None = None
+    quota: Quota | None = None
+    quotas: dict[str, Quota] = {}
 
     def sources(self) -> dict[str, str]:
         """Return what is served, by name: the model first, by the last part of its source."""
@@ -84,6 +90,27 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     def queue(self) -> QueueLimits:
         """Return how much may wait."""
         return QueueLimits(self.max_waiting, self.max_waiting_tokens)
+
+    def book(self) -> QuotaBook:
+        """Return what keys may use; RequestError for the quota of a key that there is not."""
+        own: dict[str, Quota] = {}
+        names: dict[str, str] = {digest: digest for digest in map(digest_of, self.api_keys)}
+        for path in self.key_files:
+            for digest, (name, quota) in read_key_quotas(Path(path)).items():
+                names |= {digest: digest, name or digest: digest}
+                own |= {} if quota is None else {digest: quota}
+        for name, quota in self.quotas.items():
+            if name not in names:
+                wanted = "a name that a file of keys gives with name=, or a digest"
+                raise RequestError(
+                    "a quota is for a key that there is not", wanted=wanted, got=name
+                )
+            own[names[name]] = quota
+        return QuotaBook(self.quota, own)
+
+    def beside(self) -> ServedBeside:
+        """Return what is served beside generating."""
+        return ServedBeside(None if self.files is None else Path(self.files))
 
     def front(self) -> FrontSettings:
         """Return how the front serves; RequestError where everybody could ask unasked."""

@@ -22,7 +22,7 @@ _SPELLED = (
 )
 """What the signature of `model.generate` spells out."""
 _SPELLED_ALONE = (
-    *("inputs", "streamer", "custom_generate"),
+    *("inputs", "streamer", "custom_generate", "synced_gpus"),
     *("negative_prompt_ids", "negative_prompt_attention_mask"),
 )
 """What it spells out and no other call takes."""

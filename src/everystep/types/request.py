@@ -74,9 +74,10 @@ class Request:
     `adapters`: (name, weight) pairs of the adapters that all its feeds ask for; `resolved`: what
     their names stand for, one for each, empty where the executor knows the names itself. `hooks`
     see every step and may add to it. `salt`: only requests of equal salt share what their prompts
-    begin with. `deadline`: a moment of the engine's clock from which on it takes no further step,
-    whether it waits or runs; None for no such moment. `watcher`: gets every step of the request;
-    nothing that is computed depends on it.
+    begin with, and only of equal `weight_changes`, the count of what had been changed in place in
+    the model's weights. `deadline`: a moment of the engine's clock from which on it takes no
+    further step, whether it waits or runs; None for no such moment. `watcher`: gets every step of
+    the request; nothing that is computed depends on it.
     `linger` keeps finished sequences in the batch, fed with `pad_token`, until all are done; with
     `keeps` their group stays even then, and keeps their rows until it is cancelled or replaced. The
     pad prefix is made of `prefix_token`, or of `pad_token` where that is None. `shift`: visible
@@ -105,6 +106,7 @@ class Request:
     adapters: tuple[tuple[str, float], ...] = ()
     resolved: tuple[ResolvedAdapter, ...] = ()
     salt: str | None = None
+    weight_changes: int = 0
     hooks: tuple[Hook, ...] = ()
     deadline: float | None = None
     watcher: Watcher | None = None

@@ -1,0 +1,177 @@
+"""The lines of a batch file, answered side by side, and their rows, written in order.
+
+A row is written with one call, so a process that is killed leaves whole rows and at most the
+beginning of one, which is cut off where the work goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+from starlette.types import ASGIApp
+
+from everystep.errors import RequestError
+from everystep.server.asking import Caller
+from everystep.server.batch_lines import (
+    BatchLine,
+    BatchProgress,
+    is_answer,
+    progress,
+    raw_lines,
+    read_line,
+    row_of,
+    row_without_answer,
+)
+from everystep.server.fields import Json
+from everystep.server.inside import InnerReply, ask_inside
+from everystep.server.link import EngineLink
+
+_WAITING_ROWS = 1024
+_WAITING_BYTES = 64 << 20
+"""Rows, and bytes of them, that may wait for an earlier one to be written."""
+_COMES_AGAIN = ("queue_full", "engine_starting", "draining", "quota")
+"""Codes of refusals for load, after which a line is asked again."""
+AskLine = Callable[[BatchLine], Awaitable[InnerReply]]
+
+
+def asking(application: ASGIApp, caller: Caller) -> AskLine:
+    """Return what answers a line of this caller's as an application does over HTTP."""
+
+    async def ask(line: BatchLine) -> InnerReply:
+        return await ask_inside(application, line.url, bytes(line.body), caller)
+
+    return ask
+
+
+def width(link: EngineLink) -> int:
+    """Return how many lines are asked at once: enough that no row waits for one to be read."""
+    return 2 * link.rows + 2
+
+
+@contextmanager
+def results_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file of results to add to, which no other process adds to meanwhile."""
+    with path.open("ab", buffering=0) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            do = "Wait for it, or name another file"
+            raise RequestError(f"another process writes {path}", do=do) from error
+        yield file
+
+
+class BatchRun:
+    """The work on a batch file, which was judged before.
+
+    `ask`: what answers a line. `width`: how many lines are asked at once. `told`: called with what
+    there is after each written row.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        target: Path,
+        ask: AskLine,
+        width: Callable[[], int],
+        told: Callable[[BatchProgress], None] = lambda _: None,
+    ) -> None:
+        self._source, self._target, self._ask = source, target, ask
+        self._width, self._told = width, told
+        self._ready: dict[int, bytes] = {}
+        self.progress = BatchProgress()
+
+    async def run(self) -> BatchProgress:
+        """Answer what is not answered yet, and return what there is then."""
+        await asyncio.to_thread(self._begin)
+        with results_file(self._target) as out, self._source.open("rb") as asked:
+            lines = enumerate(raw_lines(asked))
+            for _ in range(self.progress.rows):
+                next(lines)
+            running: dict[asyncio.Task[bytes], int] = {}
+            try:
+                while True:
+                    while self._has_room(len(running)) and (one := next(lines, None)) is not None:
+                        running[asyncio.create_task(self._answered(read_line(one[1])))] = one[0]
+                    if not running:
+                        return self.progress
+                    done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        self._ready[running.pop(task)] = task.result()
+                    self._write(out)
+            finally:
+                for task in running:
+                    task.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
+
+    def give_up(self, code: str, text: str) -> None:
+        """Write rows without an answer for all lines that have none yet."""
+        self._begin()
+        with results_file(self._target) as out, self._source.open("rb") as asked:
+            for number, raw in enumerate(raw_lines(asked)):
+                if number >= self.progress.rows:
+                    self._ready[number] = row_without_answer(read_line(raw), code, text)
+                    self._write(out)
+
+    def _begin(self) -> None:
+        """Find out how far an earlier run came, and cut off the row that it was writing."""
+        self._ready.clear()
+        self.progress = progress(self._source, self._target)
+        if self.progress.rows:
+            self._told(self.progress)
+        if self._target.exists() and self._target.stat().st_size > self.progress.size:
+            with results_file(self._target):
+                os.truncate(self._target, self.progress.size)
+
+    def _has_room(self, running: int) -> bool:
+        """Return whether a further line may be asked."""
+        size = sum(map(len, self._ready.values()))
+        few = len(self._ready) + running < _WAITING_ROWS and size < _WAITING_BYTES
+        return few and running < self._width()
+
+    async def _answered(self, line: BatchLine) -> bytes:
+        if _streams(line):
+            error = {"message": "A line of a batch file has no stream. Leave stream out."}
+            return row_of(
+                line, InnerReply(400, secrets.token_hex(12), {"error": {**error, "code": None}})
+            )
+        while True:
+            reply = await self._ask(line)
+            if _code(reply.body) not in _COMES_AGAIN:
+                return row_of(line, reply)
+            await asyncio.sleep(min(reply.retry or 1, 10))
+
+    def _write(self, out: BinaryIO) -> None:
+        """Write the rows whose turn it is."""
+        before = self.progress
+        while (row := self._ready.pop(before.rows, None)) is not None:
+            view = memoryview(row)
+            while view:
+                view = view[out.write(view) :]
+            failed = before.failed + (not is_answer(row))
+            before = BatchProgress(before.rows + 1, failed, before.size + len(row))
+            self.progress = before
+            self._told(before)
+
+
+class _Streamed(msgspec.Struct):
+    stream: Json = None
+
+
+_streamed = msgspec.json.Decoder(_Streamed)
+
+
+def _streams(line: BatchLine) -> bool:
+    return _streamed.decode(line.body).stream is True
+
+
+def _code(body: Json) -> str | None:
+    error = body.get("error") if isinstance(body, dict) else None
+    return error.get("code") if isinstance(error, dict) else None

@@ -1,0 +1,285 @@
+"""Runs in the engine's process: generations that clients take step by step.
+
+One thread does what is asked of all of them, a step at a time in turn, so that nobody's long run
+keeps another's waiting. Each run has an engine of its own, which it shares with its forks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from everystep.api.model import LanguageModel
+from everystep.drivers.generated import Generated
+from everystep.errors import FormatError, RequestError
+from everystep.outputs import TokenLogprobs
+from everystep.runs.hands import Asked
+from everystep.runs.run import Run
+from everystep.runs.saved import RunState, read_run
+from everystep.runs.steps import Explanation, Step
+from everystep.server.fields import GENERATE, Json
+from everystep.server.messages import RunAsk, RunNews, RunOver
+from everystep.text import Tokenizer
+from everystep.types import FinishReason
+
+Part = RunNews | RunOver | None
+"""The news after a part of the work; None where there is nothing to tell yet."""
+_BESIDE = ("trim_stop_strings", "adapter_names", "seed")
+"""Keywords of a saved run that have other names on the wire."""
+
+
+class HostedRuns:
+    """The runs of one front, by name. `models`: those that may be asked, with their tokenizers."""
+
+    def __init__(self, models: Mapping[str, tuple[LanguageModel, Tokenizer]]) -> None:
+        self._models = models
+        self._runs: dict[str, Run] = {}
+        self._thread = ThreadPoolExecutor(1, "everystep runs")
+        self._verbs: Mapping[str, Callable[[RunAsk], Iterator[Part]]] = {
+            "open": self._open,
+            "resume": self._resume,
+            "step": self._step,
+            "result": self._result,
+            "more": self._more,
+            "send": self._change,
+            "edit": self._change,
+            "rewind": self._change,
+            "set": self._change,
+            "fork": self._fork,
+            "explain": self._explain,
+            "save": self._save,
+            "look": self._look,
+            "cancel": self._cancel,
+        }
+
+    async def carry_out(self, ask: RunAsk) -> AsyncGenerator[RunNews | RunOver, None]:
+        """Yield what becomes of an ask, `RunOver` last."""
+        loop, parts = asyncio.get_running_loop(), self._verbs[ask.verb](ask)
+        while True:
+            part = await loop.run_in_executor(self._thread, next, parts)
+            if part is not None:
+                yield part
+            if isinstance(part, RunOver):
+                return
+
+    def close(self) -> None:
+        """End all runs; return when nothing steps any more."""
+        self._thread.shutdown(cancel_futures=True)
+        for run in self._runs.values():
+            run.cancel()
+        self._runs.clear()
+
+    def _of(self, ask: RunAsk) -> Run:
+        if (run := self._runs.get(ask.run)) is None:
+            raise RequestError("the run is not there any more", do="Open it again")
+        return run
+
+    # --- beginning --------------------------------------------------------------------------------
+
+    def _open(self, ask: RunAsk) -> Iterator[Part]:
+        given = ask.given
+        model, tokenizer = self._models[given["model"]]
+        keywords = dict(given["keywords"])
+        if isinstance(bias := keywords.get("logit_bias"), dict):
+            keywords["logit_bias"] = {int(id): value for id, value in bias.items()}
+        seed, chat = keywords.pop("seed"), model.chat_defaults if given["in_chat"] else None
+        run = Run.begun(model, tokenizer, given["prompt"], Asked(keywords, seed, chat))
+        self._runs[ask.run] = run
+        yield RunOver(ask.id, state(run))
+
+    def _resume(self, ask: RunAsk) -> Iterator[Part]:
+        model, tokenizer = self._models[ask.given["model"]]
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "run"
+            path.write_bytes(ask.data)
+            try:
+                read = read_run(path, model, tokenizer, {})
+                require_askable(read)
+                run = Run.restored(model, tokenizer, read)
+            except (FormatError, RequestError) as error:
+                text = str(error).replace(str(path), "the saved run")
+                raise RequestError(text, do="Send what `save` gave") from error
+        self._runs[ask.run] = run
+        yield RunOver(ask.id, state(run))
+
+    def _fork(self, ask: RunAsk) -> Iterator[Part]:
+        twin = self._of(ask).fork(**ask.given["changes"])
+        self._runs[ask.given["name"]] = twin
+        yield RunOver(ask.id, state(twin))
+
+    # --- stepping ---------------------------------------------------------------------------------
+
+    def _step(self, ask: RunAsk) -> Iterator[Part]:
+        run, best = self._of(ask), ask.given.get("best")
+        for _ in range(ask.given["steps"]):
+            step = next(run, None)
+            if step is None:
+                break
+            yield RunNews(ask.id, shown_step(step, best))
+        yield RunOver(ask.id, state(run))
+
+    def _result(self, ask: RunAsk) -> Iterator[Part]:
+        run = self._of(ask)
+        for _ in run:
+            yield None
+        found = run.result()
+        results = found if isinstance(found, list) else [found]
+        yield RunOver(ask.id, {"results": shown_results(results), "run": state(run)})
+
+    def _more(self, ask: RunAsk) -> Iterator[Part]:
+        run = self._of(ask)
+        for _ in run:
+            yield None
+        found = run.more(**ask.given)
+        yield RunOver(ask.id, {"results": shown_results(found), "run": state(run)})
+
+    # --- changing, looking ------------------------------------------------------------------------
+
+    def _change(self, ask: RunAsk) -> Iterator[Part]:
+        run = self._of(ask)
+        getattr(run, ask.verb)(**ask.given)
+        yield RunOver(ask.id, state(run))
+
+    def _explain(self, ask: RunAsk) -> Iterator[Part]:
+        yield RunOver(ask.id, shown_explanation(self._of(ask).explain(**ask.given)))
+
+    def _save(self, ask: RunAsk) -> Iterator[Part]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "run"
+            self._of(ask).save(path)
+            yield RunOver(ask.id, {}, path.read_bytes())
+
+    def _look(self, ask: RunAsk) -> Iterator[Part]:
+        yield RunOver(ask.id, state(self._of(ask)))
+
+    def _cancel(self, ask: RunAsk) -> Iterator[Part]:
+        run = self._of(ask)
+        del self._runs[ask.run]
+        run.cancel()
+        yield RunOver(ask.id, state(run))
+
+
+def require_askable(read: RunState) -> None:
+    """Raise RequestError unless a saved run asks only for what a request could ask for."""
+    known = {one.name: one for one in GENERATE}
+    for _, asked in read.rules:
+        for name, value in asked.options.items():
+            if name in _BESIDE or value is None:
+                continue
+            if name not in known:
+                raise RequestError(f"the saved run has {name}, which no request can have")
+            field = known[name]
+            if isinstance(value, int | float | str):  # the bounds that requests have
+                field.read(value)
+
+
+# --- what is told ---------------------------------------------------------------------------------
+
+
+def state(run: Run) -> dict[str, Json]:
+    """Return how a run stands."""
+    tokens = list(run.tokens)
+    text = None
+    if isinstance(run.tokenizer, Tokenizer):
+        text = run.tokenizer.decode(tokens, skip_special_tokens=True)
+    return {"tokens": tokens, "text": text, "given": list(run.given), "done": run.done}
+
+
+def shown_step(step: Step, best: int | None) -> dict[str, Json]:
+    """Return a step; `best`: of so many tokens the logit and the score."""
+    events = [
+        {
+            "index": one.index,
+            "position": one.position,
+            "token": one.token,
+            "text": one.text,
+            "logprob": one.logprob,
+            "top_logprobs": one.top_logprobs,
+            "finish": shown_finish(one.finish),
+        }
+        for one in step.events
+    ]
+    branches = [
+        {**asdict(one), "finish": shown_finish(one.finish), "score": float(one.score)}
+        for one in step.branches
+    ]
+    found = {
+        "number": step.number,
+        "tokens": list(step.tokens),
+        "text": step.text,
+        "finish": shown_finish(step.finish),
+        "events": events,
+        "beams": [{**asdict(one), "score": float(one.score)} for one in step.beams],
+        "branches": branches,
+    }
+    return found if best is None else {**found, "best": _best(step, best)}
+
+
+def _best(step: Step, most: int) -> list[list[dict[str, Json]]]:
+    """Return the best tokens of each row by their scores, as they were chosen from."""
+    if step.scores is None or step.logits is None:
+        return []
+    rows = []
+    for logits, scores in zip(step.logits, step.scores, strict=True):
+        ids = torch.topk(scores, min(most, len(scores))).indices.tolist()
+        kept = [id for id in ids if not torch.isneginf(scores[id])]
+        rows.append(
+            [{"id": id, "logit": float(logits[id]), "score": float(scores[id])} for id in kept]
+        )
+    return rows
+
+
+def shown_finish(reason: FinishReason | None) -> dict[str, Json] | None:
+    """Return why a sequence ended; what matched where that is data."""
+    if reason is None:
+        return None
+    matched: Any = reason.matched
+    plain = matched if isinstance(matched, str | int) else None
+    return {"kind": reason.kind, "matched": str(matched) if reason.kind == "error" else plain}
+
+
+def shown_results(results: Iterable[Generated]) -> list[dict[str, Json]]:
+    """Return continuations."""
+    return [
+        {
+            "text": one.text,
+            "tokens": list(one.tokens),
+            "finish": shown_finish(one.finish_reason),
+            "score": float(one.score),
+            "prompt_tokens": one.prompt_tokens,
+            "logprobs": _likelihoods(one.logprobs),
+            "prompt_logprobs": _likelihoods(one.prompt_logprobs),
+        }
+        for one in results
+    ]
+
+
+def _likelihoods(found: TokenLogprobs | None) -> Json:
+    """Return a table of likelihoods; those of given ids are not numbers, which is null."""
+    if found is None:
+        return None
+    return {
+        "tokens": found.tokens.tolist(),
+        "logprobs": found.logprobs.tolist(),
+        "top_tokens": found.top_tokens.tolist(),
+        "top_logprobs": found.top_logprobs.tolist(),
+    }
+
+
+def shown_explanation(why: Explanation) -> dict[str, Json]:
+    """Return the reasons for a token."""
+    return {
+        "position": why.position,
+        "given": why.given,
+        "chosen": why.chosen._asdict(),
+        "effects": [one._asdict() for one in why.effects],
+        "draw": None if why.draw is None else why.draw._asdict(),
+        "rivals": [one._asdict() for one in why.rivals],
+    }

@@ -1,0 +1,149 @@
+"""One of several processes over which modules lie in parts: `python -m tests.bridge.ranks`.
+
+Each finds as many tokens as its rank says, so that one has long ended when the other goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import everystep as es
+from tests.models.tiny import reference_decoder, reference_pair
+
+LENGTHS = (2, 24)
+GREEDY: dict[str, Any] = {"do_sample": False}
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "sampling": {"do_sample": True, "seed": 3},
+    "beams": {"num_beams": 3},
+    "diverse beams": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "beam sampling": {"num_beams": 2, "do_sample": True, "seed": 5},
+    "contrastive search": {"penalty_alpha": 0.5, "top_k": 3},
+    "guidance": {**GREEDY, "guidance_scale": 1.5},
+    "copied drafts": {**GREEDY, "prompt_lookup_num_tokens": 3},
+    "a draft model": {**GREEDY, "assistant_model": "second"},
+    "an amateur": {**GREEDY, "amateur_model": "second"},
+    "several rows": {**GREEDY, "num_return_sequences": 1, "rows": 3},
+}
+
+
+def counted(module: nn.Module) -> list[int]:
+    """A list that grows by one with each forward of the module."""
+    calls: list[int] = []
+    module.register_forward_pre_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def in_parts(module: Any, layers: nn.ModuleList) -> Any:
+    """A copy of the module, whose weights lie in parts."""
+    made = copy.deepcopy(module)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    inside = dict(made.named_modules())
+    for name, one in module.named_modules():
+        if any(one is layer for layer in layers):
+            fully_shard(inside[name], mesh=mesh)
+    return fully_shard(made, mesh=mesh)
+
+
+def called(model: es.LanguageModel, second: es.LanguageModel, case: str, length: int) -> Any:
+    given = {name: second if one == "second" else one for name, one in CASES[case].items()}
+    rows = given.pop("rows", 1)
+    ids = torch.tensor([[5, 9, 17, 8 + length + row] for row in range(rows)])
+    return model.generate(ids, max_new_tokens=length, **given).tolist()
+
+
+def tried(call: Callable[[], object]) -> str:
+    """The name and text of the error that a call ends by."""
+    try:
+        return str(call())
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def broken(rank: int, error: type[BaseException]) -> Callable[[Tensor, Tensor], Tensor]:
+    """A processor that raises on rank 0, in the third step."""
+    steps: list[int] = []
+
+    def processor(ids: Tensor, scores: Tensor) -> Tensor:
+        steps.append(1)
+        if rank == 0 and len(steps) == 3:
+            raise error("of one process alone")
+        return scores
+
+    return processor
+
+
+def decoders(rank: int) -> dict[str, Any]:
+    length = LENGTHS[rank]
+    torch.manual_seed(3)  # all begin with the same weights
+    whole = [reference_decoder("llama", torch.float32) for _ in range(2)]
+    parts = [in_parts(one, one.model.layers) for one in whole]
+    forwards = [counted(one) for one in parts]
+    model, second = (es.wrap(one) for one in parts)
+    alone, its_second = (es.wrap(one) for one in whole)
+    found: dict[str, Any] = {}
+    for case in CASES:
+        own = called(model, second, case, length)
+        found[case] = own, called(alone, its_second, case, length), list(map(len, forwards))
+    prompts = [[4 + one, 5, 6] for one in range(1 + 4 * rank)]
+    for name, call in {
+        "es.generate": lambda one: [*es.generate(one, None, prompts, max_new_tokens=length)],
+        "es.score": lambda one: [
+            each.logprobs.tolist() for each in es.score(one, None, [[5, 6, 7, 8, 9][: 3 + rank]])
+        ],
+    }.items():
+        found[name] = call(model), call(alone), list(map(len, forwards))
+    ids = torch.tensor([[5, 9, 17]])
+    for error in (ValueError, KeyboardInterrupt):
+        broke = broken(rank, error)
+        ended = tried(partial(model.generate, ids, max_new_tokens=9, logits_processor=[broke]))
+        found[error.__name__] = ended, list(map(len, forwards))
+    after = called(model, second, "greedy", length), called(alone, its_second, "greedy", length)
+    found["after"] = (*after, list(map(len, forwards)))
+    found["asked"] = (
+        alone.generate(ids, max_new_tokens=length, synced_gpus=True).tolist(),
+        alone.generate(ids, max_new_tokens=length).tolist(),
+        [],
+    )
+    found["stream"] = tried(lambda: es.stream(model, None, [5, 6, 7]))
+    return found
+
+
+def with_encoder(rank: int) -> dict[str, Any]:
+    torch.manual_seed(4)
+    whole = reference_pair("t5", torch.float32)
+    model = es.wrap(in_parts(whole, nn.ModuleList([*whole.encoder.block, *whole.decoder.block])))
+    ids = torch.tensor([[5, 9, 17, 8]])[:, : 2 + rank]
+    calls = (
+        one.generate(
+            ids, max_new_tokens=LENGTHS[rank], num_beams=2, decoder_start_token_id=0
+        ).tolist()
+        for one in (model, es.wrap(whole))
+    )
+    return {"an encoder": (*calls, [])}
+
+
+def main(folder: str, rank: int, count: int) -> None:
+    torch.set_num_threads(1)
+    init = f"file://{Path(folder, 'meeting')}"
+    patience = timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=init, timeout=patience, rank=rank, world_size=count)
+    torch.save({**decoders(rank), **with_encoder(rank)}, Path(folder, f"{rank}.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

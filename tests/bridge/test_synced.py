@@ -1,0 +1,73 @@
+"""Modules whose weights lie in parts on two processes, which make each forward together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import everystep as es
+from everystep.errors import RequestError
+from everystep.testing.models import tiny_llama
+from tests.bridge import ranks
+from tests.models.tiny import reference_decoder
+
+IDS = torch.tensor([[5, 6, 7]])
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    each = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.bridge.ranks", str(folder), str(rank), "2"],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+            cwd=Path(ranks.__file__).parents[2],
+        )
+        for rank in range(2)
+    ]
+    assert [one.wait(300) for one in each] == [0, 0]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    "case", [*ranks.CASES, "es.generate", "es.score", "after", "asked", "an encoder"]
+)
+def test_each_process_gets_what_it_gets_alone(case: str, found: list[dict[str, Any]]) -> None:
+    """However unlike the lengths are, and with as many forwards of each module on both."""
+    (one, alone, counts), (other, its_own, others) = (each[case] for each in found)
+    assert one == alone and other == its_own
+    assert counts == others
+
+
+@pytest.mark.parametrize("error", ["ValueError", "KeyboardInterrupt"])
+def test_an_error_of_one_process_is_its_own(error: str, found: list[dict[str, Any]]) -> None:
+    (ended, counts), (went_on, others) = (each[error] for each in found)
+    assert error in ended and "of one process alone" in ended
+    assert went_on.startswith("tensor([[ 5,  9, 17") and counts == others
+
+
+def test_what_steps_when_its_caller_wants_is_refused(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        assert one["stream"].startswith("UnsupportedError: streams, runs and engines step when")
+
+
+def test_processes_have_to_meet_first() -> None:
+    model = es.wrap(reference_decoder("llama", torch.float32))
+    with pytest.raises(RequestError, match=r"synced_gpus.*init_process_group"):
+        model.generate(IDS, max_new_tokens=2, synced_gpus=True)
+    own = tiny_llama(vocab_size=97)  # whose weights are whole everywhere
+    wanted = own.generate(IDS, max_new_tokens=2)
+    assert torch.equal(own.generate(IDS, max_new_tokens=2, synced_gpus=True), wanted)
+
+
+def test_a_loop_of_the_callers_steps_by_itself() -> None:
+    model = es.wrap(reference_decoder("llama", torch.float32))
+    with pytest.raises(RequestError, match=r"synced_gpus.*custom_generate"):
+        model.generate(IDS, custom_generate=lambda model, ids: ids, synced_gpus=True)

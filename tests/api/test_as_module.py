@@ -4,9 +4,6 @@ followed by the model whatever is put in the places of its weights."""
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from everystep.testing.models import tiny_document, tiny_llama, tiny_vision
 from tests.api import processes
 from tests.executors.models import narrow_model
 from tests.models.tiny import ours, reference_decoder
+from tests.ranks import found_together
 
 READ = torch.tensor([[5, 9, 17, 8, 44], [3, 6, 7, 22, 80]])
 PROMPT = [*range(4, 44)]
@@ -196,17 +194,7 @@ def test_of_a_wrapped_model_it_is_the_module() -> None:
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes found."""
-    folder = tmp_path_factory.mktemp("processes")
-    each = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.api.processes", str(folder), str(rank), "2"],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-            cwd=Path(processes.__file__).parents[2],
-        )
-        for rank in range(2)
-    ]
-    assert [one.wait(300) for one in each] == [0, 0]
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return found_together("tests.api.processes", tmp_path_factory.mktemp("processes"))
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +12,7 @@ from everystep.errors import RequestError
 from everystep.testing.models import tiny_llama
 from tests.bridge import ranks
 from tests.models.tiny import reference_decoder
+from tests.ranks import found_together
 
 IDS = torch.tensor([[5, 6, 7]])
 
@@ -23,17 +20,7 @@ IDS = torch.tensor([[5, 6, 7]])
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes found."""
-    folder = tmp_path_factory.mktemp("ranks")
-    each = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.bridge.ranks", str(folder), str(rank), "2"],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-            cwd=Path(ranks.__file__).parents[2],
-        )
-        for rank in range(2)
-    ]
-    assert [one.wait(300) for one in each] == [0, 0]
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return found_together("tests.bridge.ranks", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from everystep.server.exchange import FrontSettings
 from everystep.server.host import EngineLimits, HostedModel
 from everystep.server.link import EngineLink, Mooring, QueueLimits, ThreadMooring
 from everystep.server.local import listening
+from everystep.server.messages import Failed, Over, RowNews
 from everystep.server.quotas import QuotaBook
 from everystep.server.service import ServedBeside
 from everystep.testing.models import tiny_llama
@@ -73,6 +74,26 @@ def served(
         one = Served(front, port)
         with one.client:
             yield one
+
+
+@contextmanager
+def dying(link: EngineLink) -> Iterator[None]:
+    """Let the engine seem to die after the first tokens of each prompt."""
+    follow = link.follow
+
+    async def failing(ask: Any, *place: Any) -> AsyncGenerator[Any, None]:
+        async for message in follow(ask, *place):
+            yield message
+            if isinstance(message, RowNews):
+                yield Failed(ask.id, 503, "the engine died")
+                return
+            assert not isinstance(message, Over)
+
+    link.follow = failing  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        link.follow = follow  # type: ignore[method-assign]
 
 
 def chunks_of(body: str) -> list[Any]:

@@ -13,8 +13,7 @@ import pytest
 import everystep as es
 from everystep.server.access import Keys, digest_of
 from everystep.server.exchange import FrontSettings
-from everystep.server.messages import Failed, Over, RowNews
-from tests.server.serving import TOKENIZER, Served, served, tiny
+from tests.server.serving import TOKENIZER, Served, dying, served, tiny
 from tests.server.test_tools import TOKENIZER as WITH_TOOLS
 from tests.server.test_tools import TOOL
 from tests.server.test_tools import server as tools_server  # noqa: F401  # a fixture
@@ -321,24 +320,9 @@ def test_a_key_in_either_header() -> None:
 
 def test_a_stream_that_fails_ends_with_an_error(server: Served) -> None:
     """What an engine says in the middle of a stream raises in the client, and is no end."""
-    front = server.front
-    link = front.link
-    follow = link.follow
-
-    async def failing(ask: Any, *place: Any) -> Any:
-        async for message in follow(ask, *place):
-            yield message
-            if isinstance(message, RowNews):
-                yield Failed(ask.id, 503, "the engine died")
-                return
-            assert not isinstance(message, Over)
-
-    link.follow = failing  # type: ignore[method-assign]
-    try:
-        with client_of(server) as client, pytest.raises(anthropic.APIStatusError) as raised:
-            streamed(client, model="tiny", max_tokens=50, messages=HELLO)
-    finally:
-        link.follow = follow  # type: ignore[method-assign]
+    link, error = server.front.link, anthropic.APIStatusError
+    with dying(link), client_of(server) as client, pytest.raises(error) as raised:
+        streamed(client, model="tiny", max_tokens=50, messages=HELLO)
     assert "the engine died" in str(raised.value)
     body = raised.value.body
     assert isinstance(body, dict) and body["error"]["type"] == "overloaded_error"

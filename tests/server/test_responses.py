@@ -15,9 +15,8 @@ import everystep as es
 from everystep.server.access import Keys, digest_of
 from everystep.server.asking import Caller
 from everystep.server.exchange import FrontSettings, HttpError
-from everystep.server.messages import Failed, RowNews
 from everystep.server.responses_wire import KeptResponses
-from tests.server.serving import TOKENIZER, Served, served, tiny
+from tests.server.serving import TOKENIZER, Served, dying, served, tiny
 from tests.server.test_tools import TOKENIZER as WITH_TOOLS
 from tests.server.test_tools import TOOL
 from tests.server.test_tools import server as tools_server  # noqa: F401  # a fixture
@@ -297,23 +296,9 @@ def test_impossible_responses(server: Served, body: dict[str, Any], param: str) 
 
 
 def test_a_stream_that_fails_says_so_as_its_last_event(server: Served) -> None:
-    link = server.front.link
-    follow = link.follow
-
-    async def failing(ask: Any, *place: Any) -> Any:
-        async for message in follow(ask, *place):
-            yield message
-            if isinstance(message, RowNews):
-                yield Failed(ask.id, 503, "the engine died")
-                return
-
-    link.follow = failing  # type: ignore[method-assign]
-    try:
-        with client_of(server) as client:
-            asked: Any = {"model": "tiny", "input": "hello", "stream": True}
-            events = list(client.responses.create(**asked))
-    finally:
-        link.follow = follow  # type: ignore[method-assign]
+    with dying(server.front.link), client_of(server) as client:
+        asked: Any = {"model": "tiny", "input": "hello", "stream": True}
+        events = list(client.responses.create(**asked))
     assert events[-1].type == "response.failed"
     assert events[-1].response.error.message.startswith("the engine died")
     with client_of(server) as client, pytest.raises(openai.NotFoundError):

@@ -126,6 +126,24 @@ def test_a_page_of_an_allowed_origin_reads_answers() -> None:
         assert "access-control-allow-origin" not in refused.headers
 
 
+def test_a_mistake_beside_a_stream_ends_the_answer(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for news that do not come any more."""
+
+    async def wrong(*_: Any) -> Any:
+        raise ZeroDivisionError("a mistake")
+        yield
+
+    monkeypatch.setattr(server.front.link, "follow", wrong)
+    answer = server.client.post("/v1/completions", json=HELLO)
+    assert answer.status_code == 500 and "a mistake" not in answer.text
+    answer = server.client.post("/v1/completions", json={**HELLO, "stream": True})
+    assert answer.status_code == 500
+    monkeypatch.undo()
+    assert server.client.post("/v1/completions", json=HELLO).status_code == 200 and idle(server)
+
+
 # --- bodies ---------------------------------------------------------------------------------------
 
 

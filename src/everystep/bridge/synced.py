@@ -39,8 +39,7 @@ class SyncedForwards:
     Before each forward the processes vote: each says which module it would run, all run the last of
     these, some of them for nothing, and those whose turn it was not vote again. So all meet at the
     model's own decoder once a step, however long they drafted, a step waits for the slowest
-    process, and a call returns when no process has anything left to run. `count`: the forwards so
-    far, the same on every process.
+    process, and a call returns when no process has anything left to run.
     """
 
     def __init__(self, modules: Iterable[Sharded]) -> None:
@@ -54,10 +53,9 @@ class SyncedForwards:
         self._sharded = tuple(dict.fromkeys(modules))
         self._read: dict[int, Mapping[str, Tensor]] = {}
         self._failed = False
-        self.count = 0
 
     @contextmanager
-    def held(self) -> Iterator[SyncedForwards]:
+    def held(self) -> Iterator[None]:
         """Make the forwards of these modules synced ones within, and then wait, standing in, until
         no process makes any; an error is raised after that.
 
@@ -67,7 +65,7 @@ class SyncedForwards:
         for module in self._sharded:
             module.synced = self
         try:
-            yield self
+            yield
         finally:
             try:
                 if not self._failed:
@@ -94,7 +92,6 @@ class SyncedForwards:
         while (agreed := self._vote(own)) != own:
             self._stand_in(agreed)
         yield
-        self.count += 1
         self._failed = False
 
     def _wait(self) -> None:
@@ -117,7 +114,6 @@ class SyncedForwards:
             return
         module = self._sharded[agreed // _PARTS]
         module.stand_in(agreed % _PARTS, self._read.get(agreed))
-        self.count += 1
 
 
 def is_in_parts(module: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from everystep.errors import RequestError
@@ -16,24 +16,27 @@ def digest_of(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def read_keys(path: Path) -> list[str]:
-    """Return the digests in a file: one in hexadecimal per line, `#` begins a comment.
+def key_lines(path: Path) -> Iterator[tuple[int, str, list[str]]]:
+    """Yield the number of each line of a file of keys, its digest, and the words after that.
 
-    What follows a digest on its line is a quota's.
+    A digest is one in hexadecimal; `#` begins a comment. RequestError for a line without one.
     """
-    found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        digest = "".join(line.partition("#")[0].lower().split()[:1])
-        if not digest:
+        if not (words := line.partition("#")[0].split()):
             continue
+        digest = words[0].lower()
         if len(digest) != 64 or any(one not in "0123456789abcdef" for one in digest):
             raise RequestError(
                 f"line {number} of a file of keys is no digest",
                 wanted="64 hexadecimal digits, the SHA-256 of a key",
                 do="Write it with: printf %s KEY | sha256sum",
             )
-        found.append(digest)
-    return found
+        yield number, digest, words[1:]
+
+
+def read_keys(path: Path) -> list[str]:
+    """Return the digests in a file of keys."""
+    return [digest for _, digest, _ in key_lines(path)]
 
 
 class Keys:

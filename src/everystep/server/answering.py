@@ -196,13 +196,11 @@ class WholeAnswer:
         self._spelled = Spelled(wanted.to.front.tokenizer)
         self._strings: dict[int, Sequence[str]] = {}
         self._choices: dict[int, list[Json]] = {}
-        self._notices: dict[str, None] = {}
         self.usage = Usage()
 
     def begin(self, number: int, message: Begun) -> None:
         """Note which strings the texts of this prompt lose."""
         self._strings[number] = message.strings
-        self._notices |= dict.fromkeys(message.notices)
 
     def end(self, number: int, message: Over) -> None:
         """Take the results of this prompt in."""
@@ -221,7 +219,7 @@ class WholeAnswer:
         choices = [one for number in sorted(self._choices) for one in self._choices[number]]
         answer = {**self._head.of(kind, choices), "usage": self.usage.shown()}
         answer["system_fingerprint"] = None
-        return answer | ({"warnings": [*self._notices]} if self._notices else {})
+        return answer
 
     def _choice(self, place: int, number: int, one: Ended) -> dict[str, Json]:
         wanted = self._wanted

@@ -435,13 +435,11 @@ class WholeMessage:
     def __init__(self, wanted: Wanted, head: Head) -> None:
         self._streamed = StreamedMessage(wanted, head)
         self._blocks: list[dict[str, Json]] = []
-        self._notices: dict[str, None] = {}
         self.usage = self._streamed.usage
 
     def begin(self, number: int, message: Begun) -> None:
         """Note which strings the text loses."""
         self._streamed.begin(number, message)
-        self._notices |= dict.fromkeys(message.notices)
 
     def end(self, number: int, message: Over) -> None:
         """Take the results in."""
@@ -470,8 +468,7 @@ class WholeMessage:
 
     def shown(self) -> dict[str, Json]:
         """Return the message."""
-        whole = self._streamed.message([*self._blocks]) | self._streamed.ended()
-        return whole | ({"warnings": [*self._notices]} if self._notices else {})
+        return self._streamed.message([*self._blocks]) | self._streamed.ended()
 
 
 def _arguments(text: str) -> dict[str, Json]:

@@ -159,16 +159,18 @@ class Front:
         if wanted.stream and service.streamed is not None:
             await exchange.stream(self._chunks(wanted, service.streamed(wanted, head)))
             return
-        answer = service.whole(wanted, head)
+        answer, notices = service.whole(wanted, head), dict[str, None]()
         async with aclosing(self._follow(wanted)) as news:
             async for number, message in news:
                 if isinstance(message, Begun):
+                    notices |= dict.fromkeys(message.notices)
                     answer.begin(number, message)
                 elif isinstance(message, Over):
                     _refuse_late(message)
                     answer.end(number, message)
         self._count(to, answer.usage.prompt, answer.usage.cached, answer.usage.completion)
-        await exchange.answer(answer.shown())
+        warnings = {"warnings": [*notices]} if notices else {}
+        await exchange.answer(answer.shown() | warnings)
 
     async def _chunks(self, wanted: Wanted, answer: Streamed) -> AsyncGenerator[Json, None]:
         """Yield the chunks of a stream, the first one once the engine has begun."""

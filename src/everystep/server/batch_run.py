@@ -30,6 +30,7 @@ from everystep.server.batch_lines import (
     row_of,
     row_without_answer,
 )
+from everystep.server.exchange import HttpError, error_body
 from everystep.server.fields import Json
 from everystep.server.inside import InnerReply, ask_inside
 from everystep.server.link import EngineLink
@@ -138,10 +139,9 @@ class BatchRun:
 
     async def _answered(self, line: BatchLine) -> bytes:
         if _streams(line):
-            error = {"message": "A line of a batch file has no stream. Leave stream out."}
-            return row_of(
-                line, InnerReply(400, secrets.token_hex(12), {"error": {**error, "code": None}})
-            )
+            text = "A line of a batch file has no stream. Leave stream out."
+            error = error_body(HttpError(400, text, param="stream"))
+            return row_of(line, InnerReply(400, secrets.token_hex(12), error))
         while True:
             reply = await self._ask(line)
             if _code(reply.body) not in _COMES_AGAIN:

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from everystep.errors import CapacityError, OversizeError, RequestError
+from everystep.server.access import key_lines
 
 
 class Quota(msgspec.Struct, frozen=True):
@@ -120,10 +121,7 @@ def read_key_quotas(path: Path) -> dict[str, tuple[str | None, Quota | None]]:
     be left out.
     """
     found: dict[str, tuple[str | None, Quota | None]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        digest, *words = line.partition("#")[0].split() or [""]
-        if not digest:
-            continue
+    for number, digest, words in key_lines(path):
         said = dict(word.partition("=")[::2] for word in words)
         name = said.pop("name", None)
         try:
@@ -136,5 +134,5 @@ def read_key_quotas(path: Path) -> dict[str, tuple[str | None, Quota | None]]:
                 wanted=f"words such as name=alice, and {', '.join(Quota.__struct_fields__)}",
                 got=str(error)[:100],
             ) from error
-        found[digest.lower()] = name, quota
+        found[digest] = name, quota
     return found

@@ -544,13 +544,11 @@ class WholeResponse:
 
     def __init__(self, wanted: Wanted, head: Head, kept: KeptResponses) -> None:
         self._streamed = StreamedResponse(wanted, head, kept)
-        self._notices: dict[str, None] = {}
         self.usage = self._streamed.usage
 
     def begin(self, number: int, message: Begun) -> None:
         """Note which strings the text loses."""
         self._streamed.begin(number, message)
-        self._notices |= dict.fromkeys(message.notices)
 
     def end(self, number: int, message: Over) -> None:
         """Take the results in."""
@@ -559,5 +557,4 @@ class WholeResponse:
 
     def shown(self) -> dict[str, Json]:
         """Return the response."""
-        whole = self._streamed.whole()
-        return whole | ({"warnings": [*self._notices]} if self._notices else {})
+        return self._streamed.whole()

@@ -20,6 +20,7 @@ from everystep.inspector.counterfactuals import (
     speller,
     what_if,
 )
+from everystep.inspector.sessions import Reading
 from everystep.records import Record, read_record
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
@@ -237,3 +238,16 @@ def test_what_is_spelled_wrong_is_refused(text: str) -> None:
         return
     with pytest.raises(RequestError):
         WhatIf.read([text])
+
+
+def test_ranks_count_by_the_scores_that_were_chosen_from(tmp_path: Path) -> None:
+    """What a processor removed comes after everything that it left."""
+    record = recorded(tmp_path / "a", max_new_tokens=4, eos_token_id=None, do_sample=True, top_k=3)
+    session, (name,) = Reading(("a", record), None, MODEL, TOKENIZER), record.runs
+    row = next(step.rows[0] for step in record.runs[name].steps if step.rows)
+    scores = dict(zip(row.ids, row.scores, strict=True))
+    order = [session.read_token(record, name, f"#{rank} 0")[0] for rank in range(len(row.ids))]
+    assert sorted(order) == sorted(row.ids) and None in scores.values()
+    told = [scores[one] for one in order]
+    left = [one for one in told if one is not None]
+    assert left == sorted(left, reverse=True) and told[: len(left)] == left and len(left) == 3

@@ -240,7 +240,7 @@ def _ranked(run: RecordedRun, at: int, rank: int) -> int:
         raise RequestError("there are no candidates there", got=at, do="Give the id of the token")
     order = sorted(
         range(len(row.ids)),
-        key=lambda i: -math.inf if row.scores[i] is None else -row.scores[i],  # type: ignore[operator]
+        key=lambda i: math.inf if row.scores[i] is None else -row.scores[i],  # type: ignore[operator]
     )
     if not 0 <= rank < len(order):
         raise RequestError("there is no such rank", wanted=f"#0 to #{len(order) - 1}", got=rank)

@@ -10,7 +10,7 @@ import pytest
 from everystep.requests.door import KEYWORDS
 from everystep.server.documents import openapi, reference
 from everystep.server.fields import NOT_ON_THE_WIRE, OF_MESSAGES
-from everystep.server.routes import CHAT, COMPLETIONS, IGNORED, ROUTES
+from everystep.server.routes import CHAT, COMPLETIONS, IGNORED, MANAGED, ROUTES
 from tests.reading import ROOT
 from tests.server.serving import Served
 
@@ -185,6 +185,11 @@ def test_the_table_is_the_documents(server: Served) -> None:
     assert path.read_text() == reference(), told
     described = server.client.get("/openapi.json").json()
     assert described == openapi()
+    served = server.front.application.routes
+    posts = {one.path for one in served if "POST" in (one.methods or ()) and "{" not in one.path}  # type: ignore[attr-defined]
+    bytes_not_fields = {"/v1/files", "/v1/everystep/runs/resume"}
+    assert posts - bytes_not_fields == {one.path for one in (*ROUTES, *MANAGED)} & posts
+    assert posts - bytes_not_fields <= {*described["paths"]}
     for route in ROUTES:
         schema = described["paths"][route.path]["post"]["requestBody"]["content"]
         properties = schema["application/json"]["schema"]["properties"]

@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from everystep.dialogue import (
     CallArguments,
@@ -21,11 +20,11 @@ from everystep.dialogue import (
     switches_thoughts,
     thoughts_apart,
 )
-from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError, nearest, shown
+from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.server.answering import AnswerReader, Head
 from everystep.server.asking import Addressee, Caller, FrontModel, Wanted, read_chat, read_messages
 from everystep.server.exchange import HttpError, WireForm
-from everystep.server.fields import Json
+from everystep.server.fields import Json, require_fields
 from everystep.server.messages import Begun, Over, RowNews
 
 _ERROR_TYPES = {
@@ -106,18 +105,6 @@ def _as_chat(given: Mapping[str, Json], front: FrontModel) -> dict[str, Json]:
     return asked
 
 
-def _require_fields(given: Any, where: str, known: Sequence[str]) -> Mapping[str, Json]:
-    """Return an object; RequestError if it is none or has a field that is not known."""
-    if not isinstance(given, dict):
-        raise RequestError(f"{where} is no object", got=shown(given)[:80])
-    for name in given:
-        if name not in known:
-            near = nearest(name, known)
-            do = f"Perhaps you meant {near}" if near else "Leave it out"
-            raise UnknownArgumentError(f"{where}.{name[:80]} is unknown", do=do)
-    return given
-
-
 def _text(given: Json, where: str) -> str:
     """Return the text of blocks of text."""
     if isinstance(given, str):
@@ -128,7 +115,7 @@ def _text(given: Json, where: str) -> str:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind != "text" or not isinstance(block.get("text"), str):
             raise RequestError(f"{at}.type is impossible", wanted="text", got=shown(kind)[:40])
-        _require_fields(block, at, ("type", "text", "cache_control", "citations"))
+        require_fields(block, at, ("type", "text", "cache_control", "citations"))
         texts.append(block["text"])
     return "\n".join(texts)
 
@@ -138,7 +125,7 @@ def _messages(given: Sequence[Json]) -> Iterator[dict[str, Json]]:
     own."""
     for place, message in enumerate(given):
         where = f"messages[{place}]"
-        _require_fields(message, where, ("role", "content"))
+        require_fields(message, where, ("role", "content"))
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
             wanted = "user, assistant, system"
@@ -180,7 +167,7 @@ def _asked(blocks: Sequence[Json], where: str) -> Iterator[dict[str, Json]]:
 
 def _result(block: Mapping[str, Json], where: str) -> dict[str, Json]:
     """Return the message of a tool's result; what failed says so first."""
-    _require_fields(block, where, ("type", "tool_use_id", "content", "is_error", "cache_control"))
+    require_fields(block, where, ("type", "tool_use_id", "content", "is_error", "cache_control"))
     if not isinstance(block.get("tool_use_id"), str):
         raise RequestError(f"{where}.tool_use_id is missing", wanted="the id of the call")
     content = block.get("content")
@@ -200,10 +187,10 @@ def _said(blocks: Sequence[Json], where: str) -> dict[str, Json]:
             case "text":
                 texts.append(_text([block], at))
             case "thinking" if isinstance(block.get("thinking"), str):
-                _require_fields(block, at, ("type", "thinking", "signature"))
+                require_fields(block, at, ("type", "thinking", "signature"))
                 thoughts.append(block["thinking"])
             case "tool_use" if isinstance(block.get("input"), dict):
-                _require_fields(
+                require_fields(
                     block, at, ("type", "id", "name", "input", "caller", "cache_control")
                 )
                 arguments = json.dumps(block["input"], ensure_ascii=False)
@@ -227,7 +214,7 @@ def _tool(given: Json, where: str) -> dict[str, Json]:
         what = f"{where}.type is a tool that the server would run"
         raise UnsupportedError(what, wanted="custom", got=shown(kind)[:40], do="Leave it out")
     known = ("type", "name", "description", "input_schema", "strict")
-    _require_fields(given, where, (*known, "cache_control", "eager_input_streaming"))
+    require_fields(given, where, (*known, "cache_control", "eager_input_streaming"))
     if not isinstance(given.get("input_schema"), dict):
         raise RequestError(f"{where}.input_schema is missing", wanted="a JSON schema of an object")
     names = ("name", "description", "input_schema", "strict")  # in the order that is usual
@@ -240,7 +227,7 @@ def _choice(given: Json) -> dict[str, Json]:
     """Return the fields of a chat that a `tool_choice` stands for."""
     if given is None:
         return {}
-    _require_fields(given, "tool_choice", ("type", "name", "disable_parallel_tool_use"))
+    require_fields(given, "tool_choice", ("type", "name", "disable_parallel_tool_use"))
     kind, name, single = (given.get(one) for one in ("type", "name", "disable_parallel_tool_use"))
     modes: Mapping[Json, Json] = {"auto": "auto", "any": "required", "none": "none"}
     if kind == "tool" and isinstance(name, str):
@@ -260,7 +247,7 @@ def _thinking(given: Json, front: FrontModel) -> dict[str, Json]:
     """Return the fields of a chat that `thinking` stands for."""
     if given is None:
         return {}
-    _require_fields(given, "thinking", ("type", "budget_tokens", "display"))
+    require_fields(given, "thinking", ("type", "budget_tokens", "display"))
     kind, budget = given.get("type"), given.get("budget_tokens")
     if given.get("display") not in (None, "summarized"):
         wanted, got = "summarized: thoughts are told", shown(given["display"])[:40]
@@ -289,12 +276,12 @@ def _format(given: Json, body: Mapping[str, Json]) -> dict[str, Json]:
     """Return the keyword that an `output_config` stands for."""
     if given is None:
         return {}
-    _require_fields(given, "output_config", ("format", "effort"))
+    require_fields(given, "output_config", ("format", "effort"))
     if given.get("effort") is not None:
         raise UnsupportedError("output_config.effort is read by no model here", do="Leave it out")
     if (asked := given.get("format")) is None:
         return {}
-    _require_fields(asked, "output_config.format", ("type", "schema"))
+    require_fields(asked, "output_config.format", ("type", "schema"))
     if asked.get("type") != "json_schema" or not isinstance(asked.get("schema"), dict):
         wanted = "type json_schema, with an object as schema"
         raise RequestError("output_config.format is impossible", wanted=wanted)

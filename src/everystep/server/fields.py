@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -297,3 +297,16 @@ def read_fields(
         if one.required and one.name not in found:
             raise RequestError(f"{one.name} is missing", wanted=one.kind.wanted)
     return found
+
+
+def require_fields(given: Any, where: str, known: Collection[str]) -> Mapping[str, Json]:
+    """Return an object inside of a body; RequestError if it is none, UnknownArgumentError if it has
+    a field that is not known."""
+    if not isinstance(given, dict):
+        raise RequestError(f"{where} is no object", got=shown(given)[:80])
+    for name in given:
+        if name not in known:
+            near = nearest(name, known)
+            do = f"Perhaps you meant {near}" if near else "Leave it out"
+            raise UnknownArgumentError(f"{where}.{name[:80]} is unknown", do=do)
+    return given

@@ -10,7 +10,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import msgspec
 
@@ -26,7 +25,7 @@ from everystep.errors import RequestError, UnknownArgumentError, UnsupportedErro
 from everystep.server.answering import AnswerReader, Head, Spelled
 from everystep.server.asking import Addressee, Caller, Wanted, read_chat, read_messages
 from everystep.server.exchange import HttpError, WireForm, error_body
-from everystep.server.fields import Json
+from everystep.server.fields import Json, require_fields
 from everystep.server.messages import Begun, Over, RowNews
 
 RESPONSES_FORM = WireForm(error_body, None, named=True)
@@ -151,16 +150,6 @@ def _as_chat(
     return asked | _reasoning(given.get("reasoning")), messages
 
 
-def _require_known(given: Any, where: str, known: Sequence[str]) -> Mapping[str, Json]:
-    """Return an object; RequestError if it is none or has a field that is not known."""
-    if not isinstance(given, dict):
-        raise RequestError(f"{where} is no object", got=shown(given)[:80])
-    for name in given:
-        if name not in known:
-            raise UnknownArgumentError(f"{where}.{name[:80]} is unknown", do="Leave it out")
-    return given
-
-
 class ItemReader:
     """Reads items as messages; thoughts and calls in turn belong to one message."""
 
@@ -186,7 +175,7 @@ class ItemReader:
                 raise RequestError(f"{where}.type is impossible", wanted=wanted, got=got)
 
     def _message(self, item: Mapping[str, Json], where: str) -> None:
-        _require_known(item, where, ("type", "role", "content", "id", "status", "phase"))
+        require_fields(item, where, ("type", "role", "content", "id", "status", "phase"))
         role = item.get("role")
         if role not in _ROLES:
             wanted = ", ".join(_ROLES)
@@ -201,7 +190,7 @@ class ItemReader:
             self.messages.append({"role": role, "content": content})
 
     def _call(self, item: Mapping[str, Json], where: str) -> None:
-        _require_known(item, where, ("type", "id", "call_id", "name", "arguments", "status"))
+        require_fields(item, where, ("type", "id", "call_id", "name", "arguments", "status"))
         texts = {name: item.get(name) for name in ("call_id", "name", "arguments")}
         for name, value in texts.items():
             if not isinstance(value, str):
@@ -211,7 +200,7 @@ class ItemReader:
         self._answer().setdefault("tool_calls", []).append(call)
 
     def _result(self, item: Mapping[str, Json], where: str) -> None:
-        _require_known(item, where, ("type", "id", "call_id", "output", "status"))
+        require_fields(item, where, ("type", "id", "call_id", "output", "status"))
         if not isinstance(item.get("call_id"), str):
             raise RequestError(f"{where}.call_id is missing", wanted="the call_id of a call")
         said = _parts(item.get("output"), f"{where}.output")
@@ -221,7 +210,7 @@ class ItemReader:
 
     def _thought(self, item: Mapping[str, Json], where: str) -> None:
         known = ("type", "id", "summary", "content", "status", "encrypted_content")
-        _require_known(item, where, known)
+        require_fields(item, where, known)
         parts = item.get("content") or item.get("summary") or []
         texts = [one.get("text") if isinstance(one, dict) else None for one in parts]
         if not texts or not all(isinstance(one, str) for one in texts):
@@ -271,7 +260,7 @@ def _tool(given: Json, where: str) -> dict[str, Json]:
         what = f"{where}.type is a tool that the server would run"
         raise UnsupportedError(what, wanted="function", got=shown(kind)[:40], do="Leave it out")
     names = ("name", "description", "parameters", "strict")
-    _require_known(given, where, ("type", *names))
+    require_fields(given, where, ("type", *names))
     function = {name: given[name] for name in names if given.get(name) is not None}
     return {"type": "function", "function": function}
 
@@ -290,7 +279,7 @@ def _reasoning(given: Json) -> dict[str, Json]:
     """Return the fields of a chat that `reasoning` stands for."""
     if given is None:
         return {}
-    _require_known(given, "reasoning", ("effort", "summary"))
+    require_fields(given, "reasoning", ("effort", "summary"))
     if given.get("summary") not in (None, "auto"):
         raise UnsupportedError(
             "reasoning.summary is written by no model here",
@@ -321,13 +310,13 @@ def _format(given: Json) -> dict[str, Json]:
     """Return the field of a chat that `text` stands for."""
     if given is None:
         return {}
-    _require_known(given, "text", ("format", "verbosity"))
+    require_fields(given, "text", ("format", "verbosity"))
     if given.get("verbosity") is not None:
         raise UnsupportedError("text.verbosity is read by no model here", do="Leave it out")
     if (asked := given.get("format")) is None:
         return {}
     names = ("name", "schema", "strict", "description")
-    _require_known(asked, "text.format", ("type", *names))
+    require_fields(asked, "text.format", ("type", *names))
     if asked.get("type") == "json_schema":
         described = {name: asked[name] for name in names if name in asked}
         return {"response_format": {"type": "json_schema", "json_schema": described}}

@@ -431,8 +431,10 @@ ROUTES = (
     COUNT_TOKENS,
     RESPONSES,
     INPUT_TOKENS,
+    EMBEDDINGS,
     TOKENIZE,
     DETOKENIZE,
+    APPLY_TEMPLATE,
     SCORE,
 )
 """Every route that answers a body at once."""

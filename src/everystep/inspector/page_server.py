@@ -217,14 +217,9 @@ class PageServer:
         if not isinstance(line, str) or not (run is None or isinstance(run, str)):
             return _said(400, "A line is a text.")
         try:
-            return _answer(await asyncio.to_thread(self._obeyed, line, run))
+            return _answer(await asyncio.to_thread(self.session.answered, line, run))
         except EverystepError as error:
             return _said(400, str(error))
-
-    def _obeyed(self, line: str, run: str | None) -> Mapping[str, object]:
-        spoken = self.session.obey(line, run)
-        changed = self.session.document() if spoken.changed else None
-        return {"said": spoken.said, "document": changed, "follows": spoken.follows}
 
     async def _halt(self, request: Request) -> Response:
         self.session.halt()

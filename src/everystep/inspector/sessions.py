@@ -121,6 +121,12 @@ class InspectorSession(ABC):
                 what = f"{line[:40]!r} cannot be read: {error}"
                 raise RequestError(what[:400], do="Type it as help shows") from error
 
+    def answered(self, line: str, run: str | None) -> dict[str, object]:
+        """Do what a line says, and return what a page is told: with the document, if it changed."""
+        spoken = self.obey(line, run)
+        changed = self.document() if spoken.changed else None
+        return {"said": spoken.said, "document": changed, "follows": spoken.follows}
+
     def turn_to(self, run: str) -> None:
         """Let lines be about this run."""
         if run not in self.record().runs:

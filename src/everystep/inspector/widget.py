@@ -59,9 +59,7 @@ class InspectorWidget(anywidget.AnyWidget):
                 raise RequestError("run, first and count are whole numbers")
             return self.session.steps(*place)  # type: ignore[arg-type]
         if what == "obey":
-            spoken = self.session.obey(str(asked.get("line")), asked.get("run"))
-            changed = self.session.document() if spoken.changed else None
-            return {"said": spoken.said, "document": changed, "follows": spoken.follows}
+            return self.session.answered(str(asked.get("line")), asked.get("run"))
         raise RequestError("there is no such question", got=str(what)[:40])
 
 

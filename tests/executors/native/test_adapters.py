@@ -587,8 +587,11 @@ def _weights_are_one(self: AdaptersOfStep, step: Any) -> None:
     _true_write(self, step)
 
 
+_true_key = prefixes.key_of
+
+
 def _key_without_adapters(request: Request) -> prefixes.Key:
-    return prefixes.Key(request.salt, (), (), request.prompt.past)
+    return _true_key(request)._replace(adapters=(), resolved=())
 
 
 _packed: dict[tuple[str, ...], PackedAdapter] = {}
@@ -610,7 +613,7 @@ def _kept_once(self: Any) -> Adapter:
 
 
 def _numberless(request: Request) -> prefixes.Key:
-    return prefixes.Key(request.salt, request.adapters, (), request.prompt.past)
+    return _true_key(request)._replace(resolved=())
 
 
 PeftAdapter = es.PeftAdapter

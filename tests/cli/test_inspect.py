@@ -114,8 +114,10 @@ def test_questions_are_asked_of_the_model(record: Path, folder: Path, call: Call
     asked = ("inspect", str(record), "--model", str(folder))
     out = call(*asked, "--what-if", "without=TopK", "--what-if", "seed=5", "--at", "2").out
     assert "without TopK, seed=5, from token 2 on" in out and "to the bit" in out
-    assert "logit" in call(*asked, "--why", "#3", "--at", "2").out
     (run,) = read_record(record).runs.values()
+    # One of the two was not chosen, whatever the machine's random numbers made of the model.
+    why = "".join(call(*asked, "--why", rank, "--at", "2").out for rank in ("#1", "#2"))
+    assert "logit" in why
     assert len(call(*asked, "--which-prompt").out.splitlines()) == 1 + len(run.prompt)
     outcome = call(*asked, "--what-if", "seed")
     assert outcome.code == 2 and "NAME=VALUE" in outcome.err

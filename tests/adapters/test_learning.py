@@ -19,6 +19,7 @@ from torch import Tensor
 import everystep as es
 from everystep.api.model import LanguageModel
 from everystep.errors import FormatError, RequestError, UnsupportedError
+from everystep.executors.native import read_rows
 from everystep.models import convert_model
 from everystep.testing.models import tiny_llama
 from tests.adapters.test_kinds import MADE, SOME, TARGETS, base, close, trained
@@ -160,7 +161,9 @@ def test_gradients_pass_through_weights_that_are_frozen(codes: Any, panels: bool
     """They are those of the same values as plain floats, where activations are not rounded; where
     they are, the rounding counts as none."""
     frozen = narrow_model("llama", codes, panels=panels)
-    exact = convert_model(frozen, exact_activations=True, in_panels=lambda spec: panels)
+    exact = convert_model(
+        frozen, exact_activations=True, in_panels=lambda spec: read_rows if panels else None
+    )
     config = es.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)
     grads = []
     for core in (exact, convert_model(frozen, dtype=torch.float32, learns=True), frozen):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from everystep.executors.native import read_rows
 from everystep.models import Model, build_model, named_weights
 from everystep.models.config import ModelConfig
 from everystep.models.decoder import assemble_decoder
@@ -210,5 +211,5 @@ def narrow_model(
         HeldWeights(dict(named_weights(model))),
         dtype=floats,
         quantize=rounding,
-        in_panels=lambda spec: panels,
+        in_panels=lambda spec: read_rows if panels else None,
     )

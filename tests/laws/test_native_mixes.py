@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from everystep.cache.formats import CacheDtype
-from everystep.executors.native import NativeExecutor
+from everystep.executors.native import NativeExecutor, read_rows
 from everystep.files.gguf import read_gguf
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.models import Model, build_gguf_model, build_model, stored_weights
@@ -95,7 +95,7 @@ def default_model(kind: str) -> Model:
         source,
         quantize=rounding,
         kept=source.quantised if kind == "codes" else None,
-        in_panels=lambda spec: True,
+        in_panels=lambda spec: read_rows,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from everystep.errors import UnsupportedError
-from everystep.executors.native import NativeExecutor
+from everystep.executors.native import NativeExecutor, read_rows
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.files.gguf import GgufFile, read_gguf
 from everystep.files.gguf_blocks import BLOCK_TYPES, decode_blocks
@@ -120,7 +120,7 @@ def test_a_file_of_q4_k_m_runs_on_codes(tmp_path: Path) -> None:
 @pytest.mark.native
 def test_it_runs_natively(tmp_path: Path) -> None:
     file = written(tmp_path)
-    model = build_gguf_model(file, in_panels=lambda spec: True)
+    model = build_gguf_model(file, in_panels=lambda spec: read_rows)
     work = one_feed(ids(1, 20)[0].tolist(), verbs=(Verb("allocate", 0),))
     found = NativeExecutor(model).run(work).logits
     assert farthest(found, TorchExecutor(model).run(work).logits) < 0.02

@@ -28,7 +28,7 @@ from everystep.adapters.adapter import (
 from everystep.adapters.changes import AdapterChange, Delta, Magnitude
 from everystep.adapters.peft_adapter import PeftAdapter
 from everystep.models.decoder import Decoder
-from everystep.nn.linear import LinearMap, Matrix, dense, rows_of, weights_of
+from everystep.nn.linear import LinearMap, Matrix, dense_rows, weights_of
 from everystep.nn.norm import Norm
 from everystep.nn.places import places_among
 
@@ -64,7 +64,7 @@ def _back(grad: Tensor, matrix: Matrix) -> Tensor:
         step = count if isinstance(weight, Tensor) else max(1, _STRETCH_VALUES // columns)
         for start in range(0, count, step):
             stop = min(start + step, count)
-            values = dense(rows_of(weight, start, stop)).to(grad.dtype)
+            values = dense_rows(weight, start, stop).to(grad.dtype)
             own = rows[:, begin + start : begin + stop]
             found.addmm_(own, values)
         begin += count

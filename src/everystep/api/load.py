@@ -27,7 +27,7 @@ from everystep.errors import (
     nearest,
     shown,
 )
-from everystep.executors.choice import ExecutorName, holds_panels, slow_path
+from everystep.executors.choice import ExecutorName, panels_of, slow_path
 from everystep.executors.process import loading
 from everystep.files.gguf import GgufFile, read_gguf
 from everystep.files.model_folder import open_folder
@@ -196,7 +196,7 @@ def from_weights(
         HeldWeights(weights),
         dtype=dtype,
         device=usable_device(device),
-        in_panels=partial(holds_panels, "auto"),
+        in_panels=partial(panels_of, "auto"),
     )
     settings = generation_config or GenerationConfig.from_model_config(_with_text(config))
     return LanguageModel(core, settings)
@@ -282,7 +282,7 @@ def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
         dtype=choices.dtype,
         device=choices.device,
         quantize=quantize,
-        in_panels=partial(holds_panels, choices.executor),
+        in_panels=partial(panels_of, choices.executor),
     )
     if found.generation_config is not None:
         settings = GenerationConfig.from_checkpoint(found.generation_config)
@@ -301,7 +301,7 @@ def _from_gguf(file: GgufFile, name: str, choices: _Choices) -> LanguageModel:
         dtype=choices.dtype,
         device=choices.device,
         quantize=choices.quantize,
-        in_panels=partial(holds_panels, choices.executor),
+        in_panels=partial(panels_of, choices.executor),
     )
     proposed = [
         f"{key} = {file.metadata[key]}" for key in file.metadata if key.startswith(_SAMPLING)

@@ -51,8 +51,8 @@ from everystep.executors.base import Executor
 from everystep.executors.choice import (
     ExecutorName,
     chosen,
-    holds_panels,
     open_executor,
+    panels_of,
     refuse_cache_dtype,
 )
 from everystep.models import (
@@ -307,7 +307,7 @@ class OwnSubject(Holder):
         self._require_unmerged()
         place = self.device if device is None else usable_device(device)
         if dtype is not None or place != self.device:
-            in_panels = partial(holds_panels, self._executor_name)
+            in_panels = partial(panels_of, self._executor_name)
             self._convert(device=place, dtype=dtype, in_panels=in_panels)
             let_follow(self._adapters, self.core)
 
@@ -352,7 +352,7 @@ class OwnSubject(Holder):
         if not isinstance(self.core.network, Decoder):
             raise UnsupportedError("only decoders take adapters")
         made = with_merged(self.core, self._adapters, asked)
-        in_panels = partial(holds_panels, self._executor_name)
+        in_panels = partial(panels_of, self._executor_name)
         self._unmerged, self._core = self.core, convert_model(made, in_panels=in_panels)
 
     def unmerge_adapter(self) -> None:
@@ -406,7 +406,7 @@ class OwnSubject(Holder):
                 weight.requires_grad_(requires_grad)
 
     def frozen(self, adapters: Merged | None) -> OwnSubject:
-        in_panels = partial(holds_panels, self._executor_name)
+        in_panels = partial(panels_of, self._executor_name)
         core, kept = self._whole_core(), self._adapters
         if adapters is not None:
             core, kept = with_merged(core, kept, adapters), {}

@@ -15,11 +15,13 @@ from everystep.executors.native import (
     NativeExecutor,
     abilities_of,
     obstacles,
+    read_rows,
     spec_obstacles,
     status,
 )
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Encode, Model
+from everystep.nn.panels import ReadRows
 
 ExecutorName = Literal["auto", "native", "torch"]
 
@@ -75,12 +77,13 @@ def refuse_cache_dtype(model: Model, cache_dtype: CacheDtype | None) -> None:
         )
 
 
-def holds_panels(name: ExecutorName, spec: object) -> bool:
-    """Return whether plain requests of a model with this specification get the native executor.
+def panels_of(name: ExecutorName, spec: object) -> ReadRows | None:
+    """Return what reads the rows of panels, where plain requests of a model with this specification
+    get the native executor; else None.
 
-    They do as long as its weights are float32 or codes, on the CPU.
+    They get it as long as its weights are float32 or codes, on the CPU.
     """
-    return name != "torch" and not spec_obstacles(spec)
+    return None if name == "torch" or spec_obstacles(spec) else read_rows
 
 
 def slow_path(model: Model, name: ExecutorName = "auto") -> str | None:

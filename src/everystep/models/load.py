@@ -37,12 +37,13 @@ from everystep.models.tying import spec_as_stored, with_table
 from everystep.nn.digests import add_tensor
 from everystep.nn.linear import Matrix, Rows, Weight, dense, rows_of
 from everystep.nn.modes import ordinary_mode
-from everystep.nn.panels import SIXTEEN_BITS
+from everystep.nn.panels import SIXTEEN_BITS, ReadRows
 from everystep.nn.quantized import QuantizedWeight
 from everystep.nn.rounding import Rounding
 
-InPanels = Callable[[Any], bool]
-"""A test: a model of this specification is held in panels, in one of their types on the CPU."""
+InPanels = Callable[[Any], ReadRows | None]
+"""What reads rows of the panels that hold models of a specification, None where nothing does. They
+are in one of the types of panels, on the CPU."""
 
 _TOLD_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
 """Values of a configuration that tell nothing of what the model computes."""
@@ -66,9 +67,10 @@ def build_model(
 
     `quantize`: its matrices are rounded to 8 or 4 bits. `kept`: where it has a quantised weight for
     a name, that is used as it is. What is not quantised is float32 then. `in_panels`: whether the
-    weights lie as the native executor reads them, which computes in float32. Raise RequestError (a
-    type beside quantised weights), UnsupportedError (a family, a type, a value without
-    implementation) and FormatError (impossible values; missing, unexpected or misshaped weights).
+    weights lie as the native executor reads them, which computes in float32, and what reads them.
+    Raise RequestError (a type beside quantised weights), UnsupportedError (a family, a type, a
+    value without implementation) and FormatError (impossible values; missing, unexpected or
+    misshaped weights).
     """
     family = find_family(config.get("model_type"))
     values = complete_config(config)
@@ -268,7 +270,7 @@ def convert_model(
         place,
         held.quantised if dtype is None else None,
         exact_activations=exact_activations,
-        panels=not learns and _in_panels(in_panels, model.spec, wanted, place),
+        panels=None if learns else _in_panels(in_panels, model.spec, wanted, place),
         learns=learns,
     )
     return _model(family, model.config, model.spec, loader)
@@ -312,9 +314,9 @@ def _model(family: Family, config: ModelConfig, spec: Any, loader: WeightLoader)
 
 def _in_panels(
     asked: InPanels | None, spec: Any, dtype: torch.dtype, device: torch.device | str
-) -> bool:
+) -> ReadRows | None:
     fits = torch.device(device).type == "cpu" and dtype in (torch.float32, *SIXTEEN_BITS)
-    return asked is not None and fits and asked(spec)
+    return asked(spec) if asked is not None and fits else None
 
 
 def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:

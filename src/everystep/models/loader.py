@@ -33,7 +33,7 @@ from everystep.nn.linear import (
 )
 from everystep.nn.network import Network
 from everystep.nn.norm import Norm
-from everystep.nn.panels import Arena, Panels
+from everystep.nn.panels import Arena, Panels, ReadRows
 from everystep.nn.quantized import QuantizedWeight
 from everystep.nn.rounding import Rounding, quantize, require_numbers
 
@@ -89,7 +89,7 @@ class WeightLoader:
     `dtype`: the type of matrices that are not codes. `kept`: where the source has a quantised
     weight for a name, that is used as it is. `rounding`: matrices are quantised when they are
     loaded. `exact_activations`: quantised matrices read activations as they are. `panels`: matrices
-    lie in panels, which are computed with in float32.
+    lie in panels, which are computed with in float32, and this reads their rows.
     `learns`: all weights are plain parameters that require gradients, one for each name.
     """
 
@@ -100,7 +100,7 @@ class WeightLoader:
     kept: Kept | None = None
     rounding: Rounding | None = None
     exact_activations: bool = False
-    panels: bool = False
+    panels: ReadRows | None = None
     learns: bool = False
     _arena: Arena = field(default_factory=Arena)
 
@@ -162,7 +162,7 @@ class WeightLoader:
     def experts(self, key: str) -> Experts:
         """Load experts, but do not round their router: a choice that differs is no small error."""
         values = self.tensor(f"{key}.router.weight")
-        router = packed_linear(Panels.of(values, self._arena) if self.panels else values)
+        router = packed_linear(self._in_panels(values) if self.panels else values)
         up, down = (
             tuple(self.linear(f"{key}.{role}.{number}") for number in range(len(values)))
             for role in ("up", "down")
@@ -191,8 +191,11 @@ class WeightLoader:
         if not self.panels:
             return found
         if isinstance(found, tuple):
-            return tuple(Panels.of(one, self._arena) for one in found)
-        return Panels.of(found, self._arena)
+            return tuple(map(self._in_panels, found))
+        return self._in_panels(found)
+
+    def _in_panels(self, rows: Rows) -> Panels:
+        return Panels.of(rows, self._arena, self.panels)
 
     def _rows(self, parameter: Parameter) -> Rows | tuple[Rows, ...]:
         kept = [self._kept(part) for part in parameter.parts]

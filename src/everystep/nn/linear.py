@@ -252,6 +252,13 @@ def rows_of(weight: Weight, start: int, stop: int) -> Rows:
     return weight[start:stop].detach() if isinstance(weight, Tensor) else weight.slice(start, stop)
 
 
+def dense_rows(weight: Weight, start: int, stop: int) -> Tensor:
+    """Return rows `start` to `stop` as values without gradients, (rows, columns)."""
+    if isinstance(weight, Panels):
+        return weight.dense(start, stop)
+    return dense(rows_of(weight, start, stop))
+
+
 def weights_of(matrix: Matrix) -> tuple[Weight, ...]:
     """Return the weights that make up a matrix, from the first row on."""
     return matrix if isinstance(matrix, tuple) else (matrix,)
@@ -270,10 +277,12 @@ def dense(matrix: Matrix) -> Tensor:
 
 def _by_stretches(x: Tensor, weight: QuantizedWeight | Panels) -> Tensor:
     """Map (..., in) -> (..., out), with few rows of the weight at a time as values."""
+    if not x.numel():
+        return x.new_empty(*x.shape[:-1], weight.rows)
     step = max(1, _STRETCH_VALUES // weight.columns)
     starts = range(0, weight.rows, step)
-    stretches = (weight.slice(start, min(start + step, weight.rows)) for start in starts)
-    return torch.cat([shared_linear(dense(one).to(x.dtype))(x) for one in stretches], dim=-1)
+    stretches = (dense_rows(weight, start, min(start + step, weight.rows)) for start in starts)
+    return torch.cat([shared_linear(one.to(x.dtype))(x) for one in stretches], dim=-1)
 
 
 def _biased(y: Tensor, bias: Tensor | None) -> Tensor:

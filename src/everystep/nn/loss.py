@@ -1,22 +1,27 @@
 """How far hidden states are from predicting labels, without all logits at once.
 
-Logits are made of a few positions at a time, and again when gradients pass: so no tensor has a
-value for each position and each id. Positions without a label are left out before that.
+Logits are made of some positions at a time, so no tensor has a value for each position and each id.
+Where a head learns they are made again when gradients pass; else the gradient of the states is made
+beside the loss, as it is but scaled by what comes from above. Positions without a label are left
+out before that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 NO_LABEL = -100
-_AT_ONCE = 1 << 22
-"""Logits at a time: 16 MB of float32."""
+_AT_ONCE = 1 << 24
+"""Logits at a time: 64 MB of float32. A packed head is taken apart once for each so many, and once
+more for their gradient."""
 
 Head = Callable[[Tensor, Tensor], Tensor]
 """Hidden states (n, E), and which (n,) of N they are -> logits (n, V)."""
@@ -53,10 +58,8 @@ def label_losses(
     """
     places = (labels != NO_LABEL).nonzero().squeeze(1)
     hidden, labels = hidden[places], labels[places]
-    parts = [
-        checkpoint(_sums, head, *one, smooths, use_reentrant=False, preserve_rng_state=False)
-        for one in _stretches(hidden, places, labels, vocab_size)
-    ]
+    sums = _sums_again if _learns(head, hidden, places) else _sums_and_gradients
+    parts = [sums(head, *one, smooths) for one in _stretches(hidden, places, labels, vocab_size)]
     wide = torch.promote_types(hidden.dtype, torch.float32)
     # Without a label there is still a graph, so that nobody's backward fails.
     nothing = hidden.sum(dtype=wide) * 0
@@ -85,6 +88,59 @@ def _stretches(
     for start in range(0, len(labels), size):
         own = slice(start, start + size)
         yield hidden[own], places[own], labels[own]
+
+
+def _learns(head: Head, hidden: Tensor, places: Tensor) -> bool:
+    """Return whether a gradient passes to tensors of the head itself."""
+    return head(hidden[:0].detach(), places[:0]).requires_grad
+
+
+def _sums_again(
+    head: Head, hidden: Tensor, places: Tensor, labels: Tensor, smooths: bool
+) -> tuple[Tensor, Tensor]:
+    """Return `_sums`, which are made again on the way back."""
+    given = head, hidden, places, labels, smooths
+    found: tuple[Tensor, Tensor] = checkpoint(
+        _sums, *given, use_reentrant=False, preserve_rng_state=False
+    )
+    return found
+
+
+def _sums_and_gradients(
+    head: Head, hidden: Tensor, places: Tensor, labels: Tensor, smooths: bool
+) -> tuple[Tensor, Tensor]:
+    """Return `_sums` of a head that is frozen."""
+    if not (torch.is_grad_enabled() and hidden.requires_grad):
+        return _sums(head, hidden, places, labels, smooths)
+    given = hidden, head, places, labels, smooths
+    found: tuple[Tensor, Tensor] = _SumsOfFrozen.apply(*given)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _SumsOfFrozen(torch.autograd.Function):
+    """The sums under a frozen head, whose gradients are made while the logits are there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Head, places: Tensor, labels: Tensor, smooths: bool
+    ) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            own = hidden.detach().requires_grad_()
+            sums = _sums(head, own, places, labels, smooths)
+            grads = [*torch.autograd.grad(sums[0], own, retain_graph=smooths)]
+            if smooths:
+                grads += torch.autograd.grad(sums[1], own)
+        ctx.save_for_backward(*grads)
+        return sums[0].detach(), sums[1].detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        grads = ctx.saved_tensors
+        found = above[0] * grads[0]
+        if len(grads) > 1:
+            found = found + above[1] * grads[1]
+        return found, None, None, None, None
 
 
 def _sums(

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everystep.executors.native import NativeExecutor
+from everystep.executors.native import NativeExecutor, read_rows
 from everystep.executors.native.program import program_of
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, build_model, stored_weights
@@ -60,7 +60,7 @@ def model_of(family: str, format: str) -> Model:
         for name, weight in stored_weights(plain)
     }
     held, config = HeldWeights(weights), plain.config.to_dict()
-    return build_model(config, held, kept=held.quantised, in_panels=lambda spec: True)
+    return build_model(config, held, kept=held.quantised, in_panels=lambda spec: read_rows)
 
 
 def fed(executor: NativeExecutor, tokens: list[int], sizes: list[int]) -> Tensor:

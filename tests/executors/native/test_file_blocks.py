@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from everystep.executors.native import NativeExecutor
+from everystep.executors.native import NativeExecutor, read_rows
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, build_model, stored_weights
 from everystep.models.loader import HeldWeights
@@ -70,7 +70,10 @@ def model_of(format: Format) -> Model:
             weights[name] = blocks(format, codes.to(torch.uint8))
     held = HeldWeights(weights)
     return build_model(
-        {"model_type": "llama", **SIZES}, held, kept=held.quantised, in_panels=lambda spec: True
+        {"model_type": "llama", **SIZES},
+        held,
+        kept=held.quantised,
+        in_panels=lambda spec: read_rows,
     )
 
 
@@ -115,7 +118,10 @@ def test_the_largest_codes_do_not_overflow(format: Format, rows: int) -> None:
     weights["lm_head.weight"] = head
     held = HeldWeights(weights)
     model = build_model(
-        {"model_type": "llama", **SIZES}, held, kept=held.quantised, in_panels=lambda spec: True
+        {"model_type": "llama", **SIZES},
+        held,
+        kept=held.quantised,
+        in_panels=lambda spec: read_rows,
     )
     work = one_feed([3] * rows, verbs=(Verb("allocate", 0),))
     wanted = head.dequantize().sum(1).expand(rows, -1)

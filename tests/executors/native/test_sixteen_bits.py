@@ -13,7 +13,7 @@ import torch
 import everystep as es
 from everystep.api.load import from_weights
 from everystep.executors.choice import encoder_of
-from everystep.executors.native import NativeExecutor, obstacles
+from everystep.executors.native import NativeExecutor, obstacles, read_rows
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, build_model, named_weights
 from everystep.models.load import learning_weights
@@ -42,14 +42,14 @@ def held_in(dtype: torch.dtype, name: str) -> tuple[Model, Model]:
     """A tiny model in panels of this type, and one of the same numbers in float32."""
     known = encoder_decoder(name) if name in ENCODER_DECODERS else in_float32(name)
     source, config = HeldWeights(dict(named_weights(known))), known.config.to_dict()
-    narrow = build_model(config, source, dtype=dtype, in_panels=lambda spec: True)
+    narrow = build_model(config, source, dtype=dtype, in_panels=lambda spec: read_rows)
     matrices = {name for name, one in named_weights(narrow) if one.dtype == dtype}
     assert matrices
     values = {
         name: one.to(dtype).float() if name in matrices else one
         for name, one in source.weights.items()
     }
-    return narrow, build_model(config, HeldWeights(values), in_panels=lambda spec: True)
+    return narrow, build_model(config, HeldWeights(values), in_panels=lambda spec: read_rows)
 
 
 @pytest.mark.parametrize(
@@ -142,5 +142,5 @@ def test_a_gguf_file_keeps_its_type(kind: str, tmp_path: Path) -> None:
 def test_codes_stay_beside_floats_of_16_bits() -> None:
     given = held_in(torch.bfloat16, "llama")[0]
     source = HeldWeights(dict(named_weights(given)))
-    rounded = build_model(given.config, source, quantize="int8", in_panels=lambda spec: True)
+    rounded = build_model(given.config, source, quantize="int8", in_panels=lambda spec: read_rows)
     assert rounded.float_type == rounded.dtype == torch.float32

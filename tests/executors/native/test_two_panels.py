@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from everystep.executors.native import NativeExecutor
+from everystep.executors.native import NativeExecutor, read_rows
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, build_model
 from everystep.models.loader import HeldWeights
@@ -41,7 +41,7 @@ def model_of(dtype: torch.dtype) -> Model:
         for name, weight in Qwen2ForCausalLM(config).state_dict().items()
     }
     source = HeldWeights(weights)
-    return build_model(config.to_dict(), source, dtype=dtype, in_panels=lambda spec: True)
+    return build_model(config.to_dict(), source, dtype=dtype, in_panels=lambda spec: read_rows)
 
 
 def read(ids: list[int], dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from everystep.executors.native.library import LinearMapC, Matrix, MlpWeights, NormWeights
+from everystep.executors.native.library import LinearMapC, Matrix, MlpWeights, NormWeights, load
 from everystep.nn.linear import LinearMap, Weight, rows_of, weights_of
 from everystep.nn.norm import Norm
 from everystep.nn.panels import Arena, Panels
@@ -67,13 +67,7 @@ class Packing:
         """Pack one weight."""
         panels = weight if isinstance(weight, Panels) else Panels.of(weight, self.arena)
         self.alive.append(panels)
-        return Matrix(
-            format=_format(panels),
-            rows=panels.rows,
-            columns=panels.columns,
-            data=panels.data.data_ptr(),
-            row_scales=self.floats(panels.row_scales),
-        )
+        return _matrix_of(panels, self.floats(panels.row_scales))
 
     def norm(self, norm: Norm | None) -> NormWeights:
         """Pack a norm, or none."""
@@ -102,6 +96,27 @@ def _rows(weights: Sequence[Weight], start: int, stop: int) -> tuple[Weight, ...
             found.append(whole or rows_of(weight, first, last))
         before += weight.shape[0]
     return tuple(found)
+
+
+def read_rows(panels: Panels, start: int, stop: int) -> Tensor:
+    """Return rows `start` to `stop` as float32 values, (rows, columns); the library has to be
+    there."""
+    begin, end, _ = slice(start, stop).indices(panels.rows)
+    found = torch.empty(max(0, end - begin), panels.columns)
+    scales = panels.row_scales
+    matrix = _matrix_of(panels, None if scales is None else scales.data_ptr())
+    load().es_read_rows(matrix, begin, max(begin, end), found.data_ptr())
+    return found
+
+
+def _matrix_of(panels: Panels, row_scales: int | None) -> Matrix:
+    return Matrix(
+        format=_format(panels),
+        rows=panels.rows,
+        columns=panels.columns,
+        data=panels.data.data_ptr(),
+        row_scales=row_scales,
+    )
 
 
 def _format(panels: Panels) -> int:

@@ -198,7 +198,7 @@ def vision_parameters(spec: VisionSpec, names: Mapping[str, str]) -> Iterator[Pa
 
 def assemble_tower(spec: VisionSpec, loader: WeightLoader) -> VisionTower:
     """Assemble a tower from its parameters, in floats."""
-    floats = replace(loader, rounding=None, panels=False)
+    floats = replace(loader, rounding=None, panels=None)
     kind = NormSpec(spec.norm, _EPS, bias=spec.norm == "layer")
     return VisionTower(
         spec,

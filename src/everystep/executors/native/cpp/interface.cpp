@@ -39,7 +39,7 @@ Runner& of(void* runner) { return *static_cast<Runner*>(runner); }
 
 extern "C" {
 
-int32_t es_interface() { return 18; }
+int32_t es_interface() { return 19; }
 
 // Sizes of the structures, so that their mirror in Python can be checked.
 void es_sizes(int64_t* out) {
@@ -118,6 +118,11 @@ void es_guesses(void* runner, int64_t* out) {
 
 // How many experts were read in all works.
 int64_t es_experts_read(void* runner) { return of(runner).experts_read(); }
+
+// Writes the values of rows [first, last) of a packed matrix, (last - first, columns).
+void es_read_rows(const Matrix* matrix, int64_t first, int64_t last, float* out) {
+    read_rows(*matrix, first, last, out);
+}
 
 // Writes (rows, vocabulary) logits of (rows, width) hidden states after the last norm. What was begun
 // ahead goes on.

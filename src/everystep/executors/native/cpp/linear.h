@@ -103,7 +103,9 @@ struct Pieces {
 void tile_apart(int count, const Matrix& w, int64_t panel, int64_t panels, const float* const* rows,
                 Pieces pieces, int64_t first, int64_t last, simd::Floats* out);
 
-// The values of one row of a packed matrix, as an embedding table is read.
+// The values of rows [first, last) of a packed matrix, row after row; of one, as an embedding table is
+// read.
+void read_rows(const Matrix& w, int64_t first, int64_t last, float* out);
 void read_row(const Matrix& w, int64_t row, float* out);
 
 constexpr int64_t kFewApart = std::min(8, simd::kSums > 8 ? 8 : 4);

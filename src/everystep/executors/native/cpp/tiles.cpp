@@ -2,6 +2,7 @@
 //
 // They take most of the time of compiling, so they are compiled here and nowhere else.
 #include <algorithm>
+#include <cstring>
 
 #include "linear.h"
 #include "products.h"
@@ -329,74 +330,120 @@ void tile_of_two(int count, const Matrix& w, int64_t panel, const Matrix& other,
     }
 }
 
-// The values of one lane of a panel of floats.
+// The values of rows [first, last) of a panel of floats, row after row.
 template <Format kFormat>
-inline void read_lane(const uint8_t* panel, int64_t lane, int64_t columns, float* out) {
-    float values[kPanel];
-    for (int64_t k = 0; k < columns; ++k) {
-        simd::store(values, read_column<kFormat>(panel, k));
-        out[k] = values[lane];
+inline void read_lanes(const uint8_t* panel, int64_t first, int64_t last, int64_t columns, float* out) {
+    // A square of values is turned at a time, so that neither side is read or written in leaps.
+    float square[kPanel][kPanel];
+    for (int64_t k = 0; k < columns; k += kPanel) {
+        const int64_t count = std::min(kPanel, columns - k);
+        for (int64_t i = 0; i < count; ++i) simd::store(square[i], read_column<kFormat>(panel, k + i));
+        for (int64_t lane = first; lane < last; ++lane)
+            for (int64_t i = 0; i < count; ++i) out[(lane - first) * columns + k + i] = square[i][lane];
     }
 }
 
-// The values of one lane of a panel with super-blocks.
+// The codes of one lane of a block, column after column, four at a time; see pack.h.
+template <int kBits>
+inline void read_codes(const uint8_t* block, int64_t lane, uint8_t (&out)[kBlock]) {
+    const auto four_at = [&](int64_t byte) {
+        uint32_t four;
+        std::memcpy(&four, block + 4 * lane + byte, 4);
+        return four;
+    };
+    for (int64_t g = 0; g < 8; ++g) {
+        uint32_t four = four_at(64 * (kBits == 8 ? g : g % 4));
+        if (kBits < 8) four = (g < 4 ? four : four >> 4) & 0x0f0f0f0f;
+        if (kBits == 5) four |= (four_at(256) >> g & 0x01010101) << 4;
+        if (kBits == 6) four |= (four_at(256 + 64 * (g / 4)) >> 2 * (g % 4) & 0x03030303) << 4;
+        std::memcpy(out + 4 * g, &four, 4);
+    }
+}
+
+// The values of rows [first, last) of a panel of codes, with a scale per block or per row. The last
+// block may have fewer columns.
 template <class Kind>
-inline void read_super_lane(const uint8_t* panel, int64_t lane, int64_t columns, float* out) {
+inline void read_lanes(const uint8_t* panel, int64_t first, int64_t last, int64_t columns,
+                       const float* row_scales, float* out) {
+    constexpr int64_t kCodes = block_bytes(Kind::kBits);
+    // What was added to codes of 8 bits in memory, whether the kernels read them with it or not.
+    constexpr int kAdded = Kind::kBits == 8 ? 128 : Kind::kOffset;
+    const int64_t blocks = blocks_of(columns);
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(panel + blocks * kCodes);
+    float scales[kPanel], mins[kPanel] = {};
+    if (Kind::kRowScales) std::copy_n(row_scales, kPanel, scales);
+    for (int64_t block = 0; block < blocks; ++block) {
+        if (!Kind::kRowScales) simd::store(scales, simd::load_halves(halves + block * kPanel));
+        if (Kind::kMins) simd::store(mins, simd::load_halves(halves + (blocks + block) * kPanel));
+        const int64_t count = std::min(kBlock, columns - block * kBlock);
+        for (int64_t lane = first; lane < last; ++lane) {
+            uint8_t codes[kBlock];
+            read_codes<Kind::kBits>(panel + block * kCodes, lane, codes);
+            const float scale = scales[lane], least = mins[lane];
+            float values[kBlock];
+            for (int64_t k = 0; k < kBlock; ++k) values[k] = float(int(codes[k]) - kAdded) * scale + least;
+            std::copy_n(values, count, out + (lane - first) * columns + block * kBlock);
+        }
+    }
+}
+
+// The values of rows [first, last) of a panel with super-blocks.
+template <class Kind>
+inline void read_super_lanes(const uint8_t* panel, int64_t first, int64_t last, int64_t columns, float* out) {
     constexpr int64_t kCodes = block_bytes(Kind::kBits), kParts = Kind::kMins ? 1 : 2;
+    constexpr int kAdded = Kind::kMins ? 0 : 32;
     const int64_t blocks = columns / kBlock;
     const int8_t* parts = reinterpret_cast<const int8_t*>(panel + blocks * kCodes);
     const uint16_t* scales = reinterpret_cast<const uint16_t*>(parts + 2 * blocks * kPanel);
-    const auto wide = [&](int64_t run) {
-        float halves[kPanel];
-        simd::store(halves, simd::load_halves(scales + run * kPanel));
-        return halves[lane];
-    };
+    float by[kPanel], below[kPanel] = {};
     for (int64_t block = 0; block < blocks; ++block) {
         const int64_t super = block / kSuperBlock;
-        const float by = wide(super);
-        float below = 0;
-        if (Kind::kMins)
-            below = wide(blocks / kSuperBlock + super) * float(parts[(blocks + block) * kPanel + lane]);
-        for (int64_t k = 0; k < kBlock; ++k) {
-            const int64_t g = k / 4;
-            const uint8_t* codes = panel + block * kCodes + 4 * lane + k % 4;
-            int code = g < 4 ? codes[64 * g] & 15 : codes[64 * (g - 4)] >> 4;
-            if (Kind::kBits == 5) code |= (codes[256] >> g & 1) << 4;
-            if (Kind::kBits == 6) code |= (codes[256 + 64 * (g / 4)] >> 2 * (g % 4) & 3) << 4;
-            const float part = parts[(block * kParts + k * kParts / kBlock) * kPanel + lane];
-            out[block * kBlock + k] = by * part * float(Kind::kMins ? code : code - 32) - below;
+        simd::store(by, simd::load_halves(scales + super * kPanel));
+        if (Kind::kMins) {
+            simd::store(below, simd::load_halves(scales + (blocks / kSuperBlock + super) * kPanel));
+            for (int64_t i = 0; i < kPanel; ++i) below[i] *= float(parts[(blocks + block) * kPanel + i]);
+        }
+        for (int64_t lane = first; lane < last; ++lane) {
+            uint8_t codes[kBlock];
+            read_codes<Kind::kBits>(panel + block * kCodes, lane, codes);
+            float* to = out + (lane - first) * columns + block * kBlock;
+            for (int64_t part = 0; part < kParts; ++part) {
+                const float scale = by[lane] * float(parts[(block * kParts + part) * kPanel + lane]);
+                for (int64_t k = part * kBlock / kParts; k < (part + 1) * kBlock / kParts; ++k)
+                    to[k] = scale * float(int(codes[k]) - kAdded) - below[lane];
+            }
         }
     }
 }
 
-void read_row(const Matrix& w, int64_t row, float* out) {
-    const Format format = static_cast<Format>(w.format);
-    const int64_t lane = row % kPanel, blocks = blocks_of(w.columns), bytes = code_bytes(format);
-    const uint8_t* panel = w.data + row / kPanel * panel_bytes(format, w.columns);
-    if (format == Format::kFloat) return read_lane<Format::kFloat>(panel, lane, w.columns, out);
-    if (format == Format::kHalf) return read_lane<Format::kHalf>(panel, lane, w.columns, out);
-    if (format == Format::kBrain) return read_lane<Format::kBrain>(panel, lane, w.columns, out);
-    if (format == Format::kQ4K) return read_super_lane<Q4K>(panel, lane, w.columns, out);
-    if (format == Format::kQ5K) return read_super_lane<Q5K>(panel, lane, w.columns, out);
-    if (format == Format::kQ6K) return read_super_lane<Q6K>(panel, lane, w.columns, out);
-    const auto half_of_lane = [&](int64_t run) {
-        float wide[simd::kLanes];
-        const uint8_t* halves = panel + blocks * bytes + run * kPanel * 2;
-        simd::store(wide, simd::load_halves(reinterpret_cast<const uint16_t*>(halves)));
-        return wide[lane];
-    };
-    for (int64_t block = 0; block < blocks; ++block) {
-        const uint8_t* codes = panel + block * bytes + lane * 4;
-        const float scale = format == Format::kInt8 ? w.row_scales[row] : half_of_lane(block);
-        const float least = format == Format::kQ4Min ? half_of_lane(blocks + block) : 0.0f;
-        const int offset = bytes == 512 ? 128 : bytes == 320 ? 16 : format == Format::kQ4 ? 8 : 0;
-        for (int64_t k = 0; k < kBlock && block * kBlock + k < w.columns; ++k) {
-            const int64_t column = bytes == 512 ? k : k % 16;
-            int code = codes[column / 4 * 64 + column % 4];
-            if (bytes < 512) code = k < 16 ? code & 15 : code >> 4;
-            if (bytes == 320) code |= (codes[256 + k % 4] >> k / 4 & 1) << 4;
-            out[block * kBlock + k] = float(code - offset) * scale + least;
-        }
+void read_row(const Matrix& w, int64_t row, float* out) { read_rows(w, row, row + 1, out); }
+
+// The values of lanes [first, last) of a panel, which lies at `panel`; `number`: which one it is.
+inline void read_panel(const Matrix& w, const uint8_t* panel, int64_t number, int64_t first, int64_t last,
+                       float* out) {
+    const int64_t columns = w.columns;
+    const float* scales = w.row_scales ? w.row_scales + number * kPanel : nullptr;
+    switch (static_cast<Format>(w.format)) {
+        case Format::kFloat: return read_lanes<Format::kFloat>(panel, first, last, columns, out);
+        case Format::kHalf: return read_lanes<Format::kHalf>(panel, first, last, columns, out);
+        case Format::kBrain: return read_lanes<Format::kBrain>(panel, first, last, columns, out);
+        case Format::kInt8: return read_lanes<Int8>(panel, first, last, columns, scales, out);
+        case Format::kQ8: return read_lanes<Q8>(panel, first, last, columns, scales, out);
+        case Format::kQ4: return read_lanes<Q4>(panel, first, last, columns, scales, out);
+        case Format::kQ4Min: return read_lanes<Q4Min>(panel, first, last, columns, scales, out);
+        case Format::kQ5: return read_lanes<Q5>(panel, first, last, columns, scales, out);
+        case Format::kQ4K: return read_super_lanes<Q4K>(panel, first, last, columns, out);
+        case Format::kQ5K: return read_super_lanes<Q5K>(panel, first, last, columns, out);
+        case Format::kQ6K: return read_super_lanes<Q6K>(panel, first, last, columns, out);
+    }
+}
+
+void read_rows(const Matrix& w, int64_t first, int64_t last, float* out) {
+    const int64_t bytes = panel_bytes(static_cast<Format>(w.format), w.columns);
+    for (int64_t row = first, end; row < last; out += (end - row) * w.columns, row = end) {
+        const int64_t number = row / kPanel, begin = number * kPanel;
+        end = std::min(last, begin + kPanel);
+        read_panel(w, w.data + number * bytes, number, row - begin, end - begin, out);
     }
 }
 

@@ -123,6 +123,19 @@ def test_all_is_every_extra_of_a_user() -> None:
     assert listed == {extra for extra, _, _ in NEEDS.values()}
 
 
+def test_the_tables_of_extras_have_each_with_what_it_installs() -> None:
+    tables = {}
+    for name in ("README.md", "docs/guide/install.md"):
+        text = (ROOT / name).read_text(encoding="utf-8").split("| extra |")[1].split("\n\n")[0]
+        rows = [line.strip("| ").split(" | ") for line in text.splitlines()[2:]]
+        tables[name] = {one: row[1] for row in rows for one in re.findall(r"`(\w+)`", row[0])}
+    wanted = set(EXTRAS) - FOR_DEVELOPERS
+    assert set(tables["README.md"]) == wanted
+    assert set(tables["docs/guide/install.md"]) == wanted - {"all"}
+    for extra, packages in tables["docs/guide/install.md"].items():
+        assert packages.split(", ") == [re.split("[><=]", one)[0] for one in EXTRAS[extra]]
+
+
 def installed_by(extra: str) -> set[str]:
     """The packages that an extra names, by itself and through other extras."""
     found = set()

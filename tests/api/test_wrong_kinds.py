@@ -12,7 +12,7 @@ import transformers
 
 import everystep as es
 from everystep.api.model import LanguageModel
-from everystep.errors import EverystepError
+from everystep.errors import EverystepError, ModelClassError
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 from tests.models.tiny import reference_decoder
@@ -134,3 +134,27 @@ def test_what_looks_alike_and_is_right_is_answered() -> None:
     for said in ("Hi", USER, [USER], (USER,)):
         assert es.chat(MODEL, TOKENIZER, said, **options) == wanted
     assert es.generate(MODEL, TOKENIZER, "Hi", **options) != wanted  # that is continued as text
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"decoder_start_token_id": 1}, "as the model has no encoder"),
+        ({"trim_stop_strings": True}, "trim_stop_strings has no effect without stop_strings"),
+        ({"forced_bos_token_id": 5}, "after a prompt of several ids"),
+        ({"max_matching_ngram_size": 2}, "no drafts are copied"),
+        ({"add_generation_prompt": False}, "a prompt that is no conversation"),
+    ],
+)
+def test_what_has_no_effect_is_said(given: dict[str, Any], told: str) -> None:
+    asked: dict[str, Any] = {"max_new_tokens": 2, "eos_token_id": None}
+    for call in (es.generate, lambda *one, **more: [*es.stream(*one, **more)]):
+        with pytest.warns(UserWarning, match=told):
+            call(MODEL, TOKENIZER, "Hi there", **asked, **given)
+
+
+def test_a_class_made_of_a_model_is_refused() -> None:
+    """Nothing would call what it overrides."""
+    methods = {"prepare_inputs_for_generation": lambda self, **given: given}
+    with pytest.raises(ModelClassError, match=r"has no subclasses.*Pass hooks, processors"):
+        type("Own", (es.LanguageModel,), methods)

@@ -15,7 +15,12 @@ from tests.cli.running import Caller
         (("generate", "--n-predict", "3", "x"), "--max-new-tokens is the option here."),
         (("chat", "--temp", "1"), "--temperature is the option here."),
         (("generate", "--image", "a.png", "x"), "there is no picture 'a.png'"),
-        (("generate", "--raw", "x"), OPTIONS["raw"]),
+        (("generate", "--stop-sequences", "a", "x"), "--stop is the option here."),
+        (("generate", "--draft-model", "a", "x"), "--assistant is the option here."),
+        (("generate", "--mirostat-ent", "2", "x"), "es.generate(..., mirostat_tau=) takes it"),
+        (("chat", "--dola-layers", "low"), "es.generate(..., dola_layers=) takes it"),
+        (("serve", "--temp", "1"), "`everystep generate` has the option --temperature."),
+        *((("generate", f"--{one.replace('_', '-')}"), text) for one, text in OPTIONS.items()),
         *(((name,), text) for name, text in COMMANDS.items()),
     ],
 )

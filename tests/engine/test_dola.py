@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import random
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,3 +145,78 @@ def test_layers_of_a_decoder_beside_an_encoder_are_counted_in_the_decoder() -> N
     given = {"max_new_tokens": 3, "decoder_start_token_id": 3}
     high = lm.generate(IDS, **given, dola_layers="high")
     assert high.tolist() == lm.generate(IDS, **given, dola_layers=[2]).tolist()
+
+
+def banned_but(kept: list[int]) -> dict[str, Any]:
+    """Keywords that leave these tokens alone."""
+    others = [one for one in range(48) if one not in kept]
+    return {"suppress_tokens": others, "eos_token_id": None, "max_new_tokens": 8}
+
+
+def by_the_book(lm: es.LanguageModel, layer: int, kept: list[int]) -> tuple[list[int], int]:
+    """Eight tokens by whole forwards, and how often the likely ones were all banned."""
+    ids, head, again = IDS[0].tolist(), lm.state_dict()["lm_head.weight"], 0
+    for _ in range(8):
+        out = lm(torch.tensor([ids]), output_hidden_states=True)
+        last = out.logits[0, -1].log_softmax(-1)
+        early = (out.hidden_states[layer][0, -1] @ head.T).log_softmax(-1)
+        likely = [one for one in kept if last[one] >= last.max() + math.log(0.1)]
+        if not likely:
+            best, again = max(last[kept]), again + 1
+            likely = [one for one in kept if last[one] >= best + math.log(0.1)]
+        ids.append(max(likely, key=lambda one: float(last[one] - early[one])))
+    return ids[IDS.shape[1] :], again
+
+
+@pytest.mark.parametrize("executor", ["auto", "torch"])
+def test_where_all_that_is_likely_is_banned_the_likely_of_the_rest_are_contrasted(
+    executor: Any,
+) -> None:
+    lm = FOUR(dtype=torch.float32)
+    lm = es.LanguageModel(lm.core, lm.generation_config, executor=executor)
+    repeated = 0
+    for seed in range(12):
+        kept = random.Random(seed).sample(range(3, 48), 4)
+        wanted, again = by_the_book(lm, 2, kept)
+        given = {**banned_but(kept), "dola_layers": [2]}
+        assert lm.generate(IDS, **given)[0, IDS.shape[1] :].tolist() == wanted
+        repeated += again
+    assert repeated > 20
+
+
+def test_a_row_that_is_read_again_leaves_its_neighbours_and_is_explained() -> None:
+    lm, asked = FOUR(), {"dola_layers": [2]}
+
+    def only(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        left = torch.full_like(scores, -torch.inf)
+        left[:, 9] = scores[:, 9]
+        return left
+
+    calls = []
+
+    def seen(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls.append(len(ids))
+        return scores
+
+    options = [
+        {**asked, "logits_processor": [only], "eos_token_id": None, "max_new_tokens": 5},
+        {**asked, "logits_processor": [seen], "eos_token_id": None, "max_new_tokens": 5},
+    ]
+    prompts = [IDS[0].tolist(), [7, 8, 7]]
+    both = es.generate(lm, None, prompts, options=options)
+    assert both[0] == [9] * 5 and len(calls) == 5, "the neighbour's code ran once for each token"
+    assert both[1] == es.generate(lm, None, prompts[1:], **options[1])[0]
+    run = es.open(lm, None, prompts[0], **banned_but([9]), **asked)
+    step = next(run)
+    why = run.explain(0)
+    assert why.effects[0].name == "dola" and why.chosen.token == 9
+    assert step.changes[0].after[0, 9].isfinite() and step.changes[1].after[0].isfinite().sum() == 1
+
+
+def test_a_record_has_the_stages_of_the_last_reading(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    es.generate(FOUR(), None, [IDS[0].tolist()], **banned_but([9]), dola_layers=[2], record=path)
+    for step in es.read_record(path).runs["0"].steps:
+        (row,) = step.rows
+        assert [stage.name for stage in row.stages] == ["dola", "SuppressTokensLogitsProcessor"]
+        assert row.stages[0].removed < 48 and row.scores[0] is not None

@@ -7,6 +7,7 @@ import inspect
 from tests.faces.tight import SUBJECTS
 from tests.matrix.columns import COLUMNS, Check
 from tests.matrix.models import ON_MODELS
+from tests.matrix.on_models import FEATURES_ON_MODELS, REFUSED_ON_MODELS, TightCheck
 from tests.matrix.rows import APART, REFUSED, ROWS
 from tests.reading import ROOT
 
@@ -31,6 +32,17 @@ _MODELS = """
 Here all but one answer are ruled out: by `choices`, by `allowed_sequences`, by a function of
 prefixes that allows one token, or because each token ends the text. Each strategy says that answer
 on each executor that a model has.
+
+"""
+_FEATURES = """
+
+And each feature there, with each strategy that the model has and that goes with the feature. The
+one answer is that of `choices`, and each check sees the feature do something.
+
+"""
+_HOW = """
+
+On the models, where one answer is left:
 
 """
 _TRIED = """
@@ -65,13 +77,22 @@ def page() -> str:
     models = [_row("model", *names), _row(*["---"] * (len(names) + 1))]
     models += [_row(name, *(on(strategy, name) for strategy in names)) for name in SUBJECTS]
     told = f"Of {count} cells {count - len(APART)} have a meaning; {len(REFUSED)} are refused."
-    footnotes = "\n".join(f"{place}. {why}." for place, why in enumerate(notes, 1))
     tried = "\n".join(f"- {name}: {_said(check)}" for name, check in COLUMNS.items())
     on_models = _MODELS + "\n".join(models)
-    return f"{_HEAD}\n{table}\n\n{told}\n{on_models}\n\n{footnotes}\n{_TRIED}{tried}\n"
+
+    def beside(feature: str, model: str) -> str:
+        refusal = REFUSED_ON_MODELS.get((feature, model))
+        return "yes" if refusal is None else f"no {noted(refusal.why)}"
+
+    kinds = [_row("feature", *SUBJECTS), _row(*["---"] * (len(SUBJECTS) + 1))]
+    kinds += [_row(one, *(beside(one, kind) for kind in SUBJECTS)) for one in FEATURES_ON_MODELS]
+    on_models += _FEATURES + "\n".join(kinds)
+    there = "\n".join(f"- {one}: {_said(how)}" for one, how in FEATURES_ON_MODELS.items())
+    footnotes = "\n".join(f"{place}. {why}." for place, why in enumerate(notes, 1))
+    return f"{_HEAD}\n{table}\n\n{told}\n{on_models}\n\n{footnotes}\n{_TRIED}{tried}{_HOW}{there}\n"
 
 
-def _said(check: Check) -> str:
+def _said(check: Check | TightCheck) -> str:
     """The docstring of a check, on one line."""
     return " ".join((inspect.getdoc(check) or "").split())
 

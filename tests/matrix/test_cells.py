@@ -16,6 +16,14 @@ from everystep.errors import EverystepError
 from tests.faces.tight import SUBJECTS
 from tests.matrix.columns import COLUMNS
 from tests.matrix.models import ON_MODELS, try_tight
+from tests.matrix.on_models import (
+    FEATURES_ON_MODELS,
+    REFUSED_ON_MODELS,
+    OneAnswer,
+    some,
+    strategies,
+    try_on,
+)
 from tests.matrix.page import PAGE, page
 from tests.matrix.rows import APART, REFUSED, ROWS, Row
 from tests.matrix.subjects import PLAIN, RECURRENT, SEED, SINGLE, Subject, plain
@@ -66,6 +74,28 @@ def test_one_answer_is_left_on_every_kind_of_model(row: Row, model: str) -> None
         try_tight(row, model)
 
 
+ON = [(feature, model) for feature in FEATURES_ON_MODELS for model in SUBJECTS]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("feature", "model"), ON)
+def test_one_answer_is_left_with_a_feature(feature: str, model: str, tmp_path: Path) -> None:
+    try_on(feature, model, some(feature, model), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("feature", "model"), ON)
+def test_each_strategy_says_it_with_a_feature(feature: str, model: str, tmp_path: Path) -> None:
+    try_on(feature, model, strategies(feature, model), tmp_path)
+
+
+def test_a_feature_that_says_something_else_is_noticed(tmp_path: Path) -> None:
+    other = OneAnswer(named("greedy"), "decoder", "torch")
+    with pytest.raises(AssertionError):
+        other.say(choices=["no"])
+
+
 @pytest.mark.parametrize("name", ["lookup", "assisted", "early_exit"])
 def test_rows_about_drafts_draft(name: str) -> None:
     asked = PLAIN.options(named(name))
@@ -90,6 +120,9 @@ def test_every_exception_is_a_cell() -> None:
     every = {(row.name, feature) for row in ROWS for feature in COLUMNS}
     assert APART.keys() <= every and REFUSED.keys() <= every
     assert not APART.keys() & REFUSED.keys()
+    assert FEATURES_ON_MODELS.keys() <= COLUMNS.keys() and {*ON} >= REFUSED_ON_MODELS.keys()
+    for row in ROWS:  # each is tried by default, too
+        assert any(row in some(feature, model) for feature, model in ON)
 
 
 def test_few_cells_are_refused() -> None:

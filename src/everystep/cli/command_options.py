@@ -136,6 +136,11 @@ def keyword_of(name: str) -> str:
     return OPTIONS[name].keyword or name
 
 
+def option_for(keyword: str) -> str | None:
+    """Return the name of the option that stands for a keyword, None where there is none."""
+    return next((name for name in OPTIONS if keyword_of(name) == keyword), None)
+
+
 def _annotation(name: str) -> Any:
     """Return what typer reads of an option."""
     one, typed = OPTIONS[name], f"--{name.replace('_', '-')}"

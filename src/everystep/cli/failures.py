@@ -17,6 +17,7 @@ from typing import Any
 
 import typer
 
+from everystep.cli.command_options import option_for
 from everystep.cli.terminal import harmless, is_terminal, note
 from everystep.config.foreign_names import COMMANDS, OPTIONS, SAME
 from everystep.errors import (
@@ -27,6 +28,7 @@ from everystep.errors import (
     UnsupportedError,
 )
 from everystep.files.sources import SourceSettings
+from everystep.requests.door import KEYWORDS
 
 # Releases of typer differ in which module defines click's exceptions, so the base of all that a
 # wrong command line can raise is found from the one that each of them exports.
@@ -75,7 +77,7 @@ def _reading(error: Exception) -> tuple[int, str, str]:
         context = error.ctx if isinstance(error, _UsageError) else None
         hint = f"`{context.command_path} --help` shows what there is." if context else ""
         text = _sentence(error.format_message())
-        return error.exit_code, text, _foreign(getattr(error, "option_name", ""), text) or hint
+        return error.exit_code, text, _foreign(error, text) or hint
     if isinstance(error, RequestError) and not isinstance(error, UnsupportedError | CapacityError):
         return _USAGE, str(error), ""
     if isinstance(error, EverystepError) and not isinstance(error, InvariantError):
@@ -88,13 +90,22 @@ def _reading(error: Exception) -> tuple[int, str, str]:
     return _FAILURE, f"Unexpected failure: {text}", "EVERYSTEP_DEBUG=1 shows where it happened."
 
 
-def _foreign(option: str, text: str) -> str | None:
-    """Return what is to be typed for an option or a command of another program."""
-    name = option.lstrip("-").replace("-", "_")
+def _foreign(error: Any, text: str) -> str | None:
+    """Return what is to be typed for an option or a command of another program, or for a keyword
+    that the command has no option for."""
+    name = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
     if name in OPTIONS:
         return OPTIONS[name]
-    if name in SAME:
-        return f"--{SAME[name].replace('_', '-')} is the option here."
+    keyword = SAME.get(name, name)
+    if keyword in KEYWORDS:
+        known = {one for param in error.ctx.command.params for one in param.opts}
+        ours = option_for(keyword)
+        typed = "" if ours is None else f"--{ours.replace('_', '-')}"
+        if typed in known:
+            return f"{typed} is the option here."
+        if typed:
+            return f"`everystep generate` has the option {typed}."
+        return f"There is no option for it here; in Python, es.generate(..., {keyword}=) takes it."
     command = re.match(r"No such command '([\w-]+)'", text)
     return COMMANDS.get(command.group(1)) if command else None
 

@@ -33,6 +33,7 @@ _INT8 = 'Load the model with es.load(path, quantize="int8")'
 _FULL = "Leave it out: the context is as long as the model was made for"
 _DEVICE = 'Pass device="cuda" to es.load to have the weights there'
 _PICTURES = "Put pictures into messages: {'type': 'image', 'image': ...}"
+_SOUNDS = "Call es.transcribe(model, tokenizer, sounds), with a Whisper"
 _MESSAGES = "Begin the messages with {'role': 'system', 'content': ...}"
 _DTYPE = "Pass dtype=torch.bfloat16, say, to es.load"
 
@@ -55,6 +56,7 @@ ADVICE: Mapping[str, str] = {
     **dict.fromkeys(("num_ctx", "n_ctx", "ctx_size", "max_model_len"), _FULL),
     **dict.fromkeys(("device_map", "n_gpu_layers", "num_gpu", "gpu_layers", "ngl"), _DEVICE),
     **dict.fromkeys(("image", "images", "mmproj"), _PICTURES),
+    **dict.fromkeys(("sound", "sounds", "audio", "audios"), _SOUNDS),
     **dict.fromkeys(("system", "system_prompt"), _MESSAGES),
 }
 """Names of theirs that no keyword stands for -> what is to be done instead."""
@@ -70,6 +72,7 @@ OPTIONS: Mapping[str, str] = {
     "stream": "Text is written as it comes: leave --stream out.",
     "stop_strings": "--stop TEXT ends the answer after it.",
     "system_prompt": "--system TEXT sets the system message.",
+    **dict.fromkeys(("sound", "audio"), "`everystep transcribe FILE` writes down what is said."),
 }
 """Options of other programs, or of earlier versions, that are spelled so with hyphens -> what is to
 be typed."""

@@ -97,7 +97,7 @@ class Scored:
     the best of the rows were reported. `given`: the same as scores; `beside`: (R, V) logits of each
     companion and of another model. `offered`: the scores, or what drafts that are accepted by
     chance leave of them. `early`: (n, R, V) logits of the layers that the readout names.
-    `allowed`: (R, V) bool of what grammars let follow, for a readout that narrows. `shown`: the
+    `allowed`: (R, V) bool of what a readout that narrows chooses among. `shown`: the
     scores of all steps, for criteria. `sequels`: what hooks say, if there are any. `stages`: the
     scores after each stage, where a request is watched.
     """
@@ -216,6 +216,9 @@ def score(
         scores = Scores.of(scores.whole().values.clone())
     elif seen is not None:
         scores = apply(seen, scores, owned=scores is not given, stages=stages)
+        if request.readout is not None and request.readout.narrows:
+            read = _NarrowedReadout(request, given, beside, early, allowed)
+            scores, allowed = read.anew(seen, scores, stages)
     sequels = None
     if any(group.request.hooks for group in groups):
         fed = layout.of_rows(layout.sources)
@@ -230,6 +233,44 @@ def score(
         *(batch, layout, logits, given, beside, scores, offered, shown, early, allowed, sequels),
         stages=stages,
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _NarrowedReadout:
+    """The readout of a request that narrows, with what it reads: the same as in `Scored`."""
+
+    request: Request
+    given: Scores
+    beside: list[Tensor]
+    early: Tensor | None
+    allowed: Tensor | None
+
+    def anew(
+        self, rows: Rows, scores: Scores, stages: Stages | None
+    ) -> tuple[Scores, Tensor | None]:
+        """Return the scores and what may follow, read again where the processors left nothing.
+
+        What is likely is then looked for among what they do not rule out.
+        """
+        empty = (scores.values == -torch.inf).all(dim=-1).cpu()
+        if not empty.any():
+            return scores, self.allowed
+        at = empty.nonzero()[:, 0]
+        part, at = rows.select(at.numpy()), at.to(scores.values.device)
+        given = self.given.select(at)
+        allowed = apply(part, given).whole().values > -torch.inf
+        if self.allowed is not None:
+            allowed &= self.allowed[at]
+        beside = [one[at] for one in self.beside]
+        early = None if self.early is None else self.early[:, at]
+        again = mixed(self.request, given, beside, early, allowed)
+        if stages is not None:
+            stages.begin(part)
+            stages.note(part, again, readout_name(self.request))
+        values = scores.whole().values.clone()
+        every = torch.ones_like(values, dtype=torch.bool) if self.allowed is None else self.allowed
+        values[at] = apply(part, again, owned=True, stages=stages).whole().values
+        return Scores.of(values), every.index_copy(0, at, allowed)
 
 
 def _note_readout(

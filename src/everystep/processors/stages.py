@@ -12,7 +12,7 @@ from everystep.types import Rows, Scores, Sequence
 class Stages:
     """The scores of rows whose requests are watched, stage by stage.
 
-    What is noted is a copy of what a stage left, so nothing runs twice and no bit changes.
+    What is noted is a copy of what a stage left, so noting runs nothing twice and changes no bit.
     """
 
     def __init__(self) -> None:
@@ -38,6 +38,11 @@ class Stages:
             left = waiting.process(chosen, left)
         for one, length, values in zip(chosen.sequences, chosen.lengths, left, strict=True):
             self._found.setdefault((id(one), int(length)), []).append((name, values))
+
+    def begin(self, rows: Rows) -> None:
+        """Forget what was noted of the rows, whose stages run once more."""
+        for one, length in zip(rows.sequences, rows.lengths, strict=True):
+            self._found.pop((id(one), int(length)), None)
 
     def of(self, sequence: Sequence, length: int) -> list[tuple[str | None, Tensor]]:
         """Return the names and scores (V,) of the stages of a row with so many visible ids."""

@@ -244,3 +244,12 @@ def test_the_command_that_is_documented_says_nothing_but_that_it_has_built() -> 
     program = [sys.executable, "-W", "error", *build.COMMAND.split()[1:]]
     done = subprocess.run(program, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "the native libraries are built\n")
+
+
+def test_the_command_that_compiles_gives_no_warning() -> None:
+    code = (
+        "import runpy, everystep.executors.native.build as build; build.main = lambda: 3; "
+        "runpy.run_module('everystep.executors.native', run_name='__main__', alter_sys=True)"
+    )
+    ended = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True)
+    assert (ended.returncode, ended.stderr) == (3, b"")

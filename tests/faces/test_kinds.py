@@ -1,0 +1,148 @@
+"""Each call answers each argument alike of other kinds of models, and of messages.
+
+`test_faces.py` asks decoders by their own layers; here the models are wrapped, or have an encoder,
+or recurrent layers, and a decoder is asked by messages too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+
+import everystep as es
+from everystep.cli.command_options import OPTIONS, keyword_of
+from everystep.errors import EverystepError
+from tests.cli.conftest import call  # noqa: F401  (a fixture)
+from tests.cli.running import Caller
+from tests.faces.table import FACES, TOKENIZER, Asked, Cell, Tokens, arguments, given_for
+from tests.faces.test_faces import guides
+from tests.faces.tight import SUBJECTS, TightCell
+from tests.matrix.rows import ROWS
+
+DRAWN, ALL = 100, 3000
+OWN = ("decoder", "window of one")
+"""Models that `test_faces.py` asks, or that differ from them in their layers alone."""
+TYPED = {keyword_of(name) for name, one in OPTIONS.items() if one.kind is None}
+
+
+class KindCell(NamedTuple):
+    """What is asked, how, of which kind of model."""
+
+    face: str
+    argument: str | None
+    subject: str
+    prompt: str
+    executor: str
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self))
+
+    @property
+    def prompted(self) -> TightCell:
+        """The model with its prompt."""
+        return TightCell(self.face, self.subject, self.executor, self.prompt, ROWS[0], ())
+
+    def given(self) -> dict[str, Any]:
+        """The keywords, anew for each call."""
+        cell = Cell(self.face, self.argument, self.prompt, self.executor)
+        given = given_for(cell, self.prompted.model)
+        # An answer to messages is drawn unless somebody says how it is chosen.
+        return {"do_sample": False, **given} if self.prompt == "messages" else given
+
+
+def kind_cells() -> Iterator[KindCell]:
+    """Every cell; the command line takes texts, and what it has options for."""
+    for subject, kind in SUBJECTS.items():
+        prompts = ("messages",) if subject in OWN else kind.prompts
+        for argument in (None, *arguments()):
+            for face in list(FACES)[1:]:
+                for prompt in prompts:
+                    typed = prompt == "text" and (argument is None or argument in TYPED)
+                    if face != "the command line" or typed:
+                        for executor in kind.executors:
+                            yield KindCell(face, argument, subject, prompt, executor)
+
+
+CELLS = [*kind_cells()]
+SHUFFLED = random.Random(9).sample(CELLS, ALL)
+SAMPLE = SHUFFLED[:DRAWN]
+
+
+def first(cell: KindCell) -> Tokens:
+    """The tokens of `model.generate`."""
+    prompted = cell.prompted
+    given = {"tokenizer": TOKENIZER, **cell.given(), "return_dict_in_generate": True}
+    found = prompted.model.generate(**{**prompted.rows(), **given}).new_tokens
+    return [[*one] for one in found if one]
+
+
+def tried(ask: Callable[[], Tokens]) -> Tokens | EverystepError:
+    """The tokens of a call, or why it is refused."""
+    try:
+        return ask()
+    except EverystepError as error:
+        return error
+
+
+def check(cell: KindCell, call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    prompted = cell.prompted
+    if cell.face == "the command line":
+        loaded = prompted.model, TOKENIZER
+        monkeypatch.setattr(es, "load", lambda *_, **__: loaded, raising=False)
+
+    def asked() -> Tokens:
+        one = Asked(prompted.model, cell.prompt, cell.given(), call, prompted)
+        return [[*tokens] for tokens in FACES[cell.face](one) if tokens]
+
+    wanted, found = tried(lambda: first(cell)), tried(asked)
+    if isinstance(found, EverystepError):
+        known = cell.argument is None or f"`{cell.argument}" in guides()
+        assert isinstance(wanted, EverystepError) or known, f"no guide says why: {found}"
+    else:
+        assert found == wanted
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("cell", SAMPLE, ids=str)
+def test_a_cell_has_the_tokens_of_the_first_call(
+    cell: KindCell,
+    call: Caller,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check(cell, call, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("cell", SHUFFLED[DRAWN:], ids=str)
+def test_many_cells_have(
+    cell: KindCell,
+    call: Caller,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check(cell, call, monkeypatch)
+
+
+def test_the_table_is_whole() -> None:
+    assert {cell.argument for cell in CELLS} == {None, *arguments()}
+    assert {cell.subject for cell in CELLS} == {*SUBJECTS}
+    assert {cell.face for cell in SAMPLE} == {*FACES} - {"model.generate"}
+    for subject, kind in SUBJECTS.items():
+        asked = {cell.prompt for cell in CELLS if cell.subject == subject}
+        assert asked == ({"messages"} if subject in OWN else {*kind.prompts})
+
+
+def test_a_call_that_forgets_an_argument_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = KindCell("es.generate", "suppress_tokens", "encoder-decoder", "ids", "auto")
+    plain = FACES[cell.face]
+    monkeypatch.setitem(FACES, cell.face, lambda asked: plain(replace(asked, given=_base(asked))))
+    with pytest.raises(AssertionError):
+        check(cell, None, monkeypatch)  # type: ignore[arg-type]
+
+
+def _base(asked: Asked) -> dict[str, Any]:
+    return {name: one for name, one in asked.given.items() if name != "suppress_tokens"}

@@ -36,7 +36,7 @@ _REPORTS = " and ".join(map(repr, REPORTS))
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "fp16": "Pass bf16=True: numbers of 16 bits with the range of float32 need no scaler",
-        "deepspeed": "Run the script under torchrun",
+        "deepspeed": "Run the script under torchrun, where processes share the rows of batches",
         "fsdp": "Run the script under torchrun, which shares batches, or train a LoRA",
         "fsdp_config": "Run the script under torchrun, which shares batches, or train a LoRA",
         "push_to_hub": "Upload the folder of the trained model with huggingface_hub",
@@ -81,7 +81,10 @@ class TrainingArguments:
     `trainable`: regular expressions; weights whose name one of them matches somewhere are trained,
     the others stay. `report_to`: "none", or a list of "tensorboard" and "plot", which draws the
     losses into `plot.png` and `plot.svg` at the end. A run writes the lines that it logs to
-    `log.jsonl` in `output_dir` in any case.
+    `log.jsonl` in `output_dir` in any case. `ddp_timeout`: the seconds after which another process
+    of a run that does not answer is taken for lost. `ddp_find_unused_parameters`: whether to look,
+    in each step, for trained weights that one of the processes did not use; None: where the model,
+    or a loss of your own, may leave out some.
     """
 
     output_dir: str | Path = "trainer_output"
@@ -132,6 +135,8 @@ class TrainingArguments:
     data_seed: int | None = None
     train_sampling_strategy: Sampling = "random"
     dataloader_drop_last: bool = False
+    ddp_find_unused_parameters: bool | None = None
+    ddp_timeout: int = 1800
 
     def __new__(cls, *args: object, **given: object) -> Self:
         known = {one.name for one in fields(cls) if one.init}
@@ -253,6 +258,8 @@ _RULES: tuple[tuple[str, str, _Test], ...] = (
     ("seed", "an integer of at least 0", _whole(0)),
     ("data_seed generation_max_length", "an integer of at least 0", _optional(_whole(0))),
     ("save_total_limit", "an integer of at least 1", _optional(_whole(1))),
+    ("ddp_timeout", "an integer of at least 1", _whole(1)),
+    ("ddp_find_unused_parameters", "True, False or None", _optional(_is(bool))),
     ("trainable", "a list of regular expressions", _optional(_are_texts)),
     ("metric_for_best_model", "the name of a metric", _optional(_is(str))),
     ("output_dir", "the path of a folder", _is(str, Path)),

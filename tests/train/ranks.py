@@ -117,9 +117,32 @@ def run_of(folder: Path, count: int, **given: Any) -> tuple[es.Trainer, Seen]:
 
 def found_in(case: str, folder: Path, count: int, **more: Any) -> dict[str, Any]:
     """What a run of a case does: its logs, its weights, and the rows of this process."""
-    run, seen = run_of(folder / case, count, **CASES[case](), **more)
+    return found_of({**CASES[case](), **more}, folder / case, count)
+
+
+def found_of(given: dict[str, Any], folder: Path, count: int) -> dict[str, Any]:
+    run, seen = run_of(folder, count, **given)
     run.train()
     return {**outcome(run), "rows": seen.rows}
+
+
+SHARDED: dict[str, Callable[[], dict[str, Any]]] = {
+    name: CASES[name]
+    for name in ("plain", "accumulated", "clipped", "frozen", "smoothed", "a loss of one's own")
+} | {"recomputed": lambda: {**SHORT, "activation_checkpointing": True}}
+"""Runs in which each process has a part of the weights."""
+
+
+def sharded_in(case: str, folder: Path, count: int) -> dict[str, Any]:
+    """The same of a run whose weights lie in parts."""
+    run, _ = run_of(folder / f"sharded-{case}", count, **SHARDED[case](), fsdp=True)
+    before = sum(one.to_local().nbytes for one in run.weights.named().values())
+    run.train()
+    names = list(run.weights.named())
+    run.save_model(folder / f"sharded-{case}" / "end")
+    dist.barrier()
+    held = es.load_model(folder / f"sharded-{case}" / "end").state_dict()
+    return {**outcome(run), "weights": {name: held[name] for name in names}, "bytes": before}
 
 
 # --- what is decided once -------------------------------------------------------------------------
@@ -270,19 +293,39 @@ def resumed(folder: Path, count: int, **given: Any) -> dict[str, Any]:
     noisy(folder / f"cut-{count}", count, callbacks=[StopAt(7)], **given).train()
     again = noisy(folder / f"cut-{count}", count, **given)
     again.train(resume_from_checkpoint=True)
-    return {"whole": outcome(whole), "again": outcome(again)}
+    return {"whole": whole_outcome(whole), "again": whole_outcome(again)}
 
 
 def gone_on(folder: Path, count: int, **given: Any) -> dict[str, Any]:
     """A run from a checkpoint that lies in a folder."""
     run = noisy(folder / f"other-{count}", count, **given)
     run.train(resume_from_checkpoint=folder / "one" / "checkpoint-6")
-    return outcome(run)
+    return whole_outcome(run)
+
+
+def whole_outcome(run: es.Trainer) -> dict[str, Any]:
+    """What two runs agree in, with weights that lie in parts gathered."""
+    found = outcome(run)
+    found["weights"] = {
+        name: one.full_tensor() if hasattr(one, "full_tensor") else one
+        for name, one in found["weights"].items()
+    }
+    return found
+
+
+def refused(folder: Path) -> dict[str, str]:
+    """The errors of models whose weights cannot be shared so."""
+    return {
+        "LoRA": told_of(lambda: run_of(folder / "refused", 2, fsdp=True, **lora())),
+        "a module": told_of(lambda: run_of(folder / "refused", 2, fsdp=True, model=module())),
+    }
 
 
 def main(folder: Path, rank: int, count: int) -> Mapping[str, Any]:
     found: dict[str, Any] = {case: found_in(case, folder, count) for case in CASES}
+    found["sharded"] = {case: sharded_in(case, folder, count) for case in SHARDED}
     found["evaluated"] = evaluated(folder, count)
+    found["evaluated in parts"] = evaluated(folder / "parts", count, fsdp=True)
     found["early"] = stopped_early(folder, count)
     wish, _ = run_of(folder / "wish", count, callbacks=[Wish(rank == 1)])
     wish.train()
@@ -290,6 +333,9 @@ def main(folder: Path, rank: int, count: int) -> Mapping[str, Any]:
     found["broken"] = broken(rank, count, folder)
     found["resumed"] = resumed(folder, count)
     found["gone on"] = gone_on(folder, count)
+    found["gone on in parts"] = gone_on(folder, count, fsdp=True)
+    found["resumed in parts"] = resumed(folder / "parts", count, fsdp=True)
+    found["refused"] = refused(folder)
     return found
 
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+import everystep as es
+from everystep.errors import RequestError
 from everystep.train.checkpoints import fault_of
 from everystep.train.ranks import Ranks
 from tests.ranks import found_together
@@ -63,6 +66,19 @@ def test_two_processes_take_the_steps_of_one(
     assert all(torch.equal(first[name], one) for name, one in second.items())
 
 
+@pytest.mark.parametrize("case", ranks.SHARDED)
+def test_weights_in_parts_take_the_steps_of_one_process(
+    case: str, together: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """With half of the weights each, and layers that are gathered when they run; what is saved is
+    whole."""
+    alone = ranks.found_of(ranks.SHARDED[case](), tmp_path, 1)
+    whole = sum(one.nbytes for one in alone["weights"].values())
+    for one in together:
+        require_near(one["sharded"][case], alone, 1e-9)
+        assert one["sharded"][case]["bytes"] <= 0.6 * whole
+
+
 @pytest.mark.parametrize("case", ["plain", "accumulated", "by length"])
 def test_each_process_reads_its_rows_alone(
     case: str, together: list[dict[str, Any]], tmp_path: Path
@@ -87,13 +103,14 @@ def test_the_first_process_writes_alone(together: list[dict[str, Any]], folder: 
 
 
 @pytest.mark.parametrize("generates", ["True", "False"])
+@pytest.mark.parametrize("how", ["evaluated", "evaluated in parts"])
 def test_an_evaluation_is_that_of_one_process(
-    generates: str, together: list[dict[str, Any]], tmp_path: Path
+    how: str, generates: str, together: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     """Loss, what is generated and sampled with seeds, logits, and the metrics of them."""
     (metrics, texts, samples, told) = ranks.evaluated(tmp_path, 1)[generates]
     for number, one in enumerate(together):
-        found = one["evaluated"][generates]
+        found = one[how][generates]
         assert found[0] == pytest.approx(metrics, rel=1e-6)
         assert found[1] == texts and found[2] == samples
         if number == 0 and generates == "True":
@@ -139,9 +156,10 @@ def test_an_error_is_one_of_all_processes(
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-def test_two_processes_go_on_to_the_bit(together: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("how", ["resumed", "resumed in parts"])
+def test_two_processes_go_on_to_the_bit(how: str, together: list[dict[str, Any]]) -> None:
     for one in together:
-        found = one["resumed"]
+        found = one[how]
         ended, wanted = (
             {**each, "logs": [log for log in each["logs"] if "train_loss" not in log]}
             for each in (found["again"], found["whole"])
@@ -172,11 +190,36 @@ def test_another_number_of_processes_goes_on(together: list[dict[str, Any]], fol
     wanted = outcome(run)
     for one in together:
         require_near(one["gone on"], wanted, 1e-9)
-    run = ranks.noisy(folder / "back", 1)
-    run.train(resume_from_checkpoint=folder / "cut-2" / "checkpoint-7")
-    found = outcome(run)
-    found["logs"] = [log for log in found["logs"] if log["step"] != 7]
-    require_near(found, wanted, 1e-9)
+        require_near(one["gone on in parts"], wanted, 1e-9)
+    for name, cut in (("back", folder / "cut-2"), ("from parts", folder / "parts" / "cut-2")):
+        run = ranks.noisy(folder / name, 1)
+        run.train(resume_from_checkpoint=cut / "checkpoint-7")
+        found = outcome(run)
+        found["logs"] = [log for log in found["logs"] if log["step"] != 7]
+        require_near(found, wanted, 1e-9)
+
+
+def test_a_checkpoint_of_parts_is_a_folder_that_others_read(
+    together: list[dict[str, Any]], folder: Path
+) -> None:
+    own = folder / "parts" / "cut-2" / "checkpoint-7"
+    names = {one.name for one in own.glob("*.safetensors")}
+    assert names == {
+        f"{stem}-0000{one}-of-00002.safetensors"
+        for stem in ("model", "optimizer")
+        for one in (1, 2)
+    }
+    whole, _ = AutoModelForCausalLM.from_pretrained(own, output_loading_info=True)
+    held = es.load_model(own).state_dict()
+    found = whole.state_dict()
+    assert all(torch.equal(found[name], one) for name, one in held.items())
+
+
+def test_models_that_cannot_lie_in_parts_are_refused(together: list[dict[str, Any]]) -> None:
+    for one in together:
+        assert all("UnsupportedError: fsdp" in told for told in one["refused"].values())
+    with pytest.raises(RequestError, match="fsdp shares weights among several processes"):
+        ranks.run_of(Path("nowhere"), 1, fsdp=True)
 
 
 def test_one_process_is_alone() -> None:

@@ -12,7 +12,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,9 +26,16 @@ from everystep.adapters import AdapterConfig
 from everystep.api.many import generate
 from everystep.api.model import LanguageModel, wrap
 from everystep.api.quantize import export_gguf
+from everystep.api.saving import WeightsPart, begun_folder, save_part
 from everystep.config.kinds import is_number
 from everystep.draws import seed_of
-from everystep.errors import RequestError, TrainingError, UnsupportedError, shown
+from everystep.errors import (
+    InvariantError,
+    RequestError,
+    TrainingError,
+    UnsupportedError,
+    shown,
+)
 from everystep.memory import require_memory
 from everystep.models import Model
 from everystep.models.gguf_mixes import GgufFormat
@@ -221,7 +228,9 @@ class Trainer:
         if unused is None:
             unused = bool(own_loss) or self.weights.may_be_unused
         with self._ranks.answering(self._what_is_whole):
-            self._forwards = forwards_of(self._ranks, self.weights, unused)
+            self._forwards = forwards_of(
+                self._ranks, self.weights, looks_for_unused=unused, shards=self.args.shards
+            )
         self._sample_prompts = _prompts(sample_prompts)
         self.samples: list[tuple[Prompt, str]] = []
         self.state, self.control = TrainerState(), TrainerControl()
@@ -668,7 +677,7 @@ class Trainer:
     def _required_loss(self, loss: object) -> Tensor:
         """Return a loss that a caller's code gave; RequestError where it is none."""
         if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
-            return loss.reshape(())
+            return loss.sum() if loss.dim() else loss
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else shown(loss)
         wanted = "a tensor of one float, the sum over labels divided by num_items_in_batch"
         raise RequestError("the loss of your own is none", wanted=wanted, got=got)
@@ -689,7 +698,8 @@ class Trainer:
     def _clipped(self, parameters: Sequence[Tensor]) -> float:
         """Return the norm of all gradients, which are shorter than `max_grad_norm` afterwards."""
         most = self.args.max_grad_norm or math.inf
-        return float(torch.nn.utils.clip_grad_norm_(parameters, most))
+        norm: Any = torch.nn.utils.clip_grad_norm_(parameters, most)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     # --- what happens between steps ---------------------------------------------------------------
 
@@ -808,7 +818,8 @@ class Trainer:
         as in "mine.Q4_K_M.gguf" (`everystep.export_gguf`); another makes a folder that transformers
         loads, of `dtype`, the weights' own type, or float32 where they are stored in codes.
         """
-        self._ranks.once(lambda: self._export(Path(target), format, dtype))
+        with self._ranks.answering(self._what_is_whole), self._forwards.whole():
+            self._ranks.once(lambda: self._export(Path(target), format, dtype))
         return Path(target)
 
     def _export(self, target: Path, format: GgufFormat | None, dtype: torch.dtype | None) -> None:
@@ -839,8 +850,23 @@ class Trainer:
 
     def _save_into(self, folder: Path) -> None:
         """Write what is trained, which all processes do together, and the tokenizer."""
-        self._ranks.once(lambda: self.weights.save(folder))
+        if self.args.shards:
+            self._save_parts(folder)
+        else:
+            self._ranks.once(lambda: self.weights.save(folder))
         self._ranks.once(lambda: self._save_tokenizer(folder))
+
+    def _save_parts(self, folder: Path) -> None:
+        """Write weights that lie in parts: each process a file of some of them, one at a time."""
+        model, ranks = self.model, self._ranks
+        if not isinstance(model.core, Model):
+            raise InvariantError("weights of another library lie in parts")
+        part = WeightsPart(ranks.number, ranks.count)
+        with ExitStack() as begun:
+            place = ranks.once(lambda: str(begun.enter_context(begun_folder(folder))))
+            fault = save_part(model.core, model.generation_config, Path(place), part)
+            ranks.together(lambda: _require_none(fault))
+            ranks.once(begun.close)
 
     def _save_tokenizer(self, folder: Path) -> None:
         save = getattr(self.processing_class, "save_pretrained", None)
@@ -869,7 +895,10 @@ class Trainer:
         self._tell("on_save")
 
     def _go_on_from(self, folder: Path, plan: _Plan) -> None:
-        kept = read_kept_run(folder)
+        trained = [one for group in self.optimizer.param_groups for one in group["params"]]
+        kept = read_kept_run(
+            folder, lambda number, *given: self._forwards.lay(trained[number], *given)
+        )
         state, more = TrainerState.of(kept.state), kept.more
         then = {"max_steps": state.max_steps, "number of examples in a step": more["step_size"]}
         now = {"max_steps": self.state.max_steps, "number of examples in a step": self._step_size}
@@ -935,11 +964,16 @@ class Trainer:
 
     def _samples(self, asked: list[Prompt]) -> list[str]:
         """Return what the first process writes after each prompt."""
-        model, own = self.weights.generating()
+        model, own = self._generating()
         given = {**own, "do_sample": False, "max_new_tokens": _SAMPLE_TOKENS}
         tokenizer = self.processing_class
         made = self._ranks.once(lambda: [*generate(model, tokenizer, asked, **given)])
         return [str(one) for one in made]
+
+    def _generating(self) -> tuple[LanguageModel, dict[str, Any]]:
+        """Return a model with the weights of now, gathered where they lie in parts, and options."""
+        with self._forwards.whole():
+            return self.weights.generating()
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
         """Return predictions of a data set, its labels, and its metrics under a prefix."""
@@ -1039,7 +1073,7 @@ class Trainer:
             read = read_row(row, f"evaluation example {number}", aligned=not source)
             asked.append(asked_of(read, number, source))
         places = self._ranks.own(range(len(asked)))
-        model, options = self.weights.generating()
+        model, options = self._generating()
         args = self.args
         given: dict[str, Any] = {"generation_config": args.generation_config}
         given |= {"max_new_tokens": args.generation_max_length}
@@ -1082,7 +1116,7 @@ class Trainer:
         `n`: continuations of each prompt, which are sampled where it is above 1. Modes, gradients
         and global generators stay as they are.
         """
-        model, own = self.weights.generating()
+        model, own = self._generating()
         if n > 1:
             options = {"do_sample": True, "num_return_sequences": n, **options}
         return generate(model, self.processing_class, prompts, **{**own, **options})
@@ -1100,6 +1134,11 @@ def _prompts(given: object) -> tuple[Prompt, ...]:
             wanted = "a list of texts, or of conversations"
             raise RequestError("sample_prompts are no prompts", wanted=wanted, got=shown(given))
     return tuple(found)
+
+
+def _require_none(fault: Exception | None) -> None:
+    if fault is not None:
+        raise fault
 
 
 def _ids_of(batch: Batch) -> int:

@@ -237,8 +237,12 @@ def trained_weights(
 
 
 def name_without_numbers(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the first name whose gradient is not all numbers, None where all are."""
+    """Return the first name whose gradient, of this process's part, is not all numbers, None where
+    all are."""
     for name, one in tensors.items():
-        if one.grad is not None and not bool(torch.isfinite(one.grad).all()):
-            return name
+        grad: Any = one.grad
+        if grad is not None:
+            own = grad.to_local() if hasattr(grad, "to_local") else grad
+            if not bool(torch.isfinite(own).all()):
+                return name
     return None

@@ -85,13 +85,21 @@ def sharded(rank: int, count: int) -> dict[str, object]:
     return {**found, "errors": errors, "shown": repr(model)}
 
 
-def layer_by_layer(count: int) -> dict[str, object]:
-    module = model_of_now().as_module()
+def layer_by_layer(rank: int, count: int) -> dict[str, object]:
+    model = model_of_now()
+    module = model.as_module()
     mesh = init_device_mesh("cpu", (count,))
-    for layer in module.get_submodule("model.layers"):  # type: ignore[attr-defined]
+    layers = list(module.get_submodule("model.layers").children())
+    for layer in layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(module, mesh=mesh)
-    return {"error": refused(lambda: module(PROMPT, labels=PROMPT))}
+    errors = [refused(lambda: answer(model)), refused(lambda: model(PROMPT))]
+    losses = trained(module, rank, count)
+    whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))
+    for one in [module, *layers]:
+        assert isinstance(one, FSDPModule)
+        one.unshard()
+    return {"losses": losses, "weights": whole, "answer": answer(model), "errors": errors}
 
 
 def main(folder: str, rank: int, count: int) -> None:
@@ -101,7 +109,7 @@ def main(folder: str, rank: int, count: int) -> None:
     found = {
         "replicated": replicated(rank, count),
         "sharded": sharded(rank, count),
-        "layer by layer": layer_by_layer(count),
+        "layer by layer": layer_by_layer(rank, count),
     }
     torch.save(found, Path(folder, f"{rank}.pt"))
     dist.barrier()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import everystep as es
+from everystep.errors import TrainingError
 from everystep.testing.models import tiny_llama
 
 
@@ -54,6 +57,17 @@ class Noisy:
         ids[2] = int(torch.randint(1, 90, ()))
         ids[-1] = 2  # the end
         return {"input_ids": ids, "labels": [-100, *ids[1:]]}
+
+
+class StopAt(es.TrainerCallback):
+    """Stops a run after a step, with a checkpoint of it."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
 
 
 def trainer(folder: Path, **given: Any) -> es.Trainer:
@@ -104,3 +118,36 @@ def train_in_process(folder: str, steps: int) -> None:
     run = trainer(Path(folder), max_steps=steps, save_steps=2, save_total_limit=3)
     run.train(resume_from_checkpoint=whole)
     run.save_model(Path(folder) / "end")
+
+
+def train_beside_others(folder: str, rank: int, attempt: int, steps: int, fsdp: bool) -> None:
+    """Go on with the run in a folder as one of two processes, and end it; exit by 3 where the other
+    was lost."""
+    torch.set_num_threads(1)
+    meeting = Path(folder, f"meeting-{attempt}")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    Path(folder, f"met-{attempt}-{rank}").touch()
+    whole = any(Path(folder).glob("checkpoint-*"))
+    try:
+        run = trainer(
+            Path(folder),
+            max_steps=steps,
+            save_steps=2,
+            save_total_limit=3,
+            per_device_train_batch_size=2,
+            **({"fsdp": True} if fsdp else {}),
+        )
+        run.train(resume_from_checkpoint=whole)
+        run.save_model(Path(folder) / "end")
+    except TrainingError as error:
+        assert "another process of the run was lost" in str(error), error
+        raise SystemExit(3) from error
+    if rank == 0:
+        Path(folder, "ended").touch()
+    dist.destroy_process_group()

@@ -17,20 +17,9 @@ from safetensors.torch import load_file
 import everystep as es
 from everystep.errors import FileError, FormatError, MissingFileError, RequestError, TrainingError
 from everystep.train.checkpoints import checkpoints_in, fault_of
-from tests.train.runs import outcome, require_equal, train_in_process, trainer
+from tests.train.runs import StopAt, outcome, require_equal, train_in_process, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-
-
-class StopAt(es.TrainerCallback):
-    """Stops a run after a step, with a checkpoint of it."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        if state.global_step == self.step:
-            control.should_save = control.should_training_stop = True
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from functools import partial
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from everystep.adapters.adapter import HEAD, TABLE, Adapter
 from everystep.adapters.changes import AdapterChange, NormChange
@@ -232,7 +232,9 @@ class PeftAdapter:
         with ordinary_mode():
             for name, one in list(self.named_parameters()):
                 if requires_grad and (one.dtype != wide or one.is_inference()):
-                    one = self._tensors[name] = one.detach().to(wide, copy=True)
+                    one = one.detach().to(wide, copy=True)
+                if requires_grad and not isinstance(one, nn.Parameter):
+                    one = self._tensors[name] = nn.Parameter(one.detach())  # as DDP takes them
                 one.requires_grad_(requires_grad)
         self._join_twins()
         self._kept = None

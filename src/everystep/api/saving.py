@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,7 +21,7 @@ from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.files.atomic import atomic_files
 from everystep.files.model_folder import CONFIG, GENERATION_CONFIG
 from everystep.files.opening import as_path
-from everystep.files.safetensors_writer import Entry, is_of_weights, write_weights
+from everystep.files.safetensors_writer import Entry, is_of_weights, write_some, write_weights
 from everystep.models import Model, exported_config, named_shapes, named_weights, stored_weights
 from everystep.nn.quantized import QuantizedWeight
 
@@ -54,6 +57,46 @@ def save_model(core: Model, settings: GenerationConfig, folder: Folder, saving: 
         write_weights(new, entries, _converted(core, wanted), most_bytes)
         settings.to_json_file(new / GENERATION_CONFIG)
         (new / CONFIG).write_text(config, encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsPart:
+    """The number of a process among those that write a model together."""
+
+    number: int
+    count: int
+
+
+@contextmanager
+def begun_folder(folder: Folder) -> Iterator[Path]:
+    """Yield a folder whose files are those of a model in `folder` when the block ends."""
+    with atomic_files(as_path(folder), last=CONFIG, stale=is_of_weights) as new:
+        yield new
+
+
+def save_part(
+    core: Model, settings: GenerationConfig, new: Path, part: WeightsPart
+) -> Exception | None:
+    """Write some weights of a model, and in the first process what stands beside them; return an
+    error of this process.
+
+    Weights may lie in parts: one after another is gathered, by all processes together, which this
+    process takes part in whether its own files can be written or not.
+    """
+    wanted = _type_of(core, None)
+    entries = [Entry(name, shape, wanted) for name, shape in named_shapes(core)]
+    values = _converted(core, wanted)
+    try:
+        write_some(new, entries, values, part.number, part.count)
+        if part.number == 0:
+            settings.to_json_file(new / GENERATION_CONFIG)
+            (new / CONFIG).write_text(_json_of(exported_config(core, wanted)), encoding="utf-8")
+    except Exception as error:
+        return error
+    finally:
+        for _ in values:  # the others wait for this process
+            pass
+    return None
 
 
 def with_merged(core: Model, known: Adapters, asked: Merged | None) -> Model:

@@ -225,6 +225,13 @@ class OwnSubject(Holder):
             self._weights.require_whole()
         return self.core
 
+    def _read_core(self) -> Model:
+        """Return the model for a forward, in which each layer is run by its module."""
+        if self._weights is None:
+            return self.core
+        self._weights.require_whole(but_layers=True)
+        return self._weights.around_layers(self.core)
+
     @property
     def generation_config(self) -> GenerationConfig:
         return self._config
@@ -377,7 +384,7 @@ class OwnSubject(Holder):
 
         It is differentiable in the adapters that learn.
         """
-        core, rows = self._whole_core(), torch.arange(len(mixes) * length).view(len(mixes), length)
+        core, rows = self._read_core(), torch.arange(len(mixes) * length).view(len(mixes), length)
         if not isinstance(core.network, Decoder) or not any(mixes):
             return core
         one_mix = len({*mixes}) == 1

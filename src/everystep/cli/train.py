@@ -21,6 +21,7 @@ from everystep.cli.terminal import is_terminal, note, write_line
 from everystep.errors import FileError, FormatError, MissingFileError, RequestError
 from everystep.files.opening import is_there
 from everystep.files.sources import DEFAULT_MODEL
+from everystep.train.ranks import Ranks
 
 _SHOWN = 3
 _USUAL: dict[str, Any] = {
@@ -104,6 +105,7 @@ def train(
 
     The weights of the model stay as they are stored. The loss on examples that are not trained on
     is shown before and after. `everystep chat --adapter DIR` runs the model with the adapter.
+    Under torchrun several processes train together, and the first of them says how it goes.
     """
     if export is not None and is_there(export):
         raise FileError(f"{export} is there already", do="Give --export a new name")
@@ -114,13 +116,19 @@ def train(
         "learning_rate": learning_rate,
     }
     chosen = _chosen(config, {name: one for name, one in given.items() if one is not None}, rank)
-    training, held_out = _files(data, evaluated)
-    loaded, tokenizer = load(model, dtype, quantize, None, device, offline or context.obj)
     if find_spec("matplotlib") is not None:
         chosen.run.setdefault("report_to", "plot")
     args = es.TrainingArguments(
         output_dir=output, disable_tqdm=not is_terminal(sys.stderr), **chosen.run
     )
+    training, held_out = _files(data, evaluated)
+    ranks = Ranks.met(args.ddp_timeout)
+    if device == "cuda" and ranks.count > 1:
+        device = f"cuda:{ranks.number_here}"
+    tell, say = (write_line, note) if ranks.is_first else (_nothing, _nothing)
+    if data is None:
+        say("training on the 200 dialogues that everystep has, of the keeper of a lighthouse")
+    loaded, tokenizer = load(model, dtype, quantize, None, device, offline or context.obj)
     prompts = _prompts(held_out)
     trainer = es.Trainer(
         loaded,
@@ -132,27 +140,32 @@ def train(
         form=es.DataForm(**chosen.form),
         sample_prompts=prompts,
     )
-    write_line(repr(trainer.check()))
-    note(f"training {trainer.weights.count():,} numbers of an adapter, in {trainer.estimate()}")
+    tell(repr(trainer.check()))
+    say(f"training {trainer.weights.count():,} numbers of an adapter, in {trainer.estimate()}")
     before = trainer.evaluate()["eval_loss"] if held_out and not resume else None
     first = trainer.samples
     result = trainer.train(resume_from_checkpoint=resume)
     folder = trainer.save_model(output)
     rate = result.metrics.get("train_tokens_per_second")
     speed = "" if rate is None else f", {rate:,.0f} tokens per second"
-    write_line(f"steps: {result.global_step}, mean loss {result.training_loss:.4f}{speed}")
+    tell(f"steps: {result.global_step}, mean loss {result.training_loss:.4f}{speed}")
     if held_out:
         after = trainer.evaluate()["eval_loss"]
         told = f"{after:.4f}" if before is None else f"{before:.4f} before, {after:.4f} after"
         perplexity = math.exp(min(after, 700))
-        write_line(f"eval_loss: {told} (perplexity {perplexity:.3g})")
+        tell(f"eval_loss: {told} (perplexity {perplexity:.3g})")
     if before is not None:
         for prompt, (_, was), (_, now) in zip(prompts, first, trainer.samples, strict=True):
             old, new = (" ".join(text.split()) for text in (was, now))
-            write_line(f"\n> {prompt[-1]['content']}\nbefore: {old}\nafter:  {new}")
+            tell(f"\n> {prompt[-1]['content']}\nbefore: {old}\nafter:  {new}")
     if export is not None:
-        note(f"writing {trainer.export(export)}")
-    write_line(f"\neverystep chat --adapter {folder}")
+        say(f"writing {export}")
+        trainer.export(export)
+    tell(f"\neverystep chat --adapter {folder}")
+
+
+def _nothing(_: str = "") -> None:
+    """Say nothing, where another process says it."""
 
 
 def _files(data: Path | None, evaluated: Path | None) -> tuple[Any, Any]:
@@ -161,7 +174,6 @@ def _files(data: Path | None, evaluated: Path | None) -> tuple[Any, Any]:
     if data is None:
         if evaluated is not None:
             raise RequestError("--eval has no effect without --data", do="Pass --data FILE too")
-        note("training on the 200 dialogues that everystep has, of the keeper of a lighthouse")
         return Path(str(own / "dialogues.jsonl")), Path(str(own / "held_out_dialogues.jsonl"))
     return data, evaluated
 

@@ -10,8 +10,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -57,12 +58,35 @@ def write_weights(
     for name, shard in zip(names, shards, strict=True):
         _write_file(folder / name, shard, values)
     if len(shards) > 1:
-        weight_map = {
-            one.name: name for name, shard in zip(names, shards, strict=True) for one in shard
-        }
-        total = sum(one.nbytes for one in entries)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        _write_index(folder, dict(zip(names, shards, strict=True)), stem)
+
+
+def write_some(
+    folder: Path, entries: Sequence[Entry], tensors: Iterable[Tensor], number: int, count: int
+) -> None:
+    """Write one of `count` files of about equal size that hold all entries together, and with the
+    first of them their index; `tensors`: the values of all entries, of which some are used."""
+    most = -(-sum(one.nbytes for one in entries) // count)
+    shards: list[list[Entry]] = [[] for _ in range(count)]
+    size = 0
+    for one in entries:
+        shards[min(size // most, count - 1)].append(one)
+        size += one.nbytes
+    held = [shard for shard in shards if shard]
+    names = [f"model-{i:05}-of-{len(held):05}.safetensors" for i in range(1, len(held) + 1)]
+    if number == 0:
+        _write_index(folder, dict(zip(names, held, strict=True)), "model")
+    if number < len(held):
+        first = sum(map(len, held[:number]))
+        own = islice(tensors, first, first + len(held[number]))
+        _write_file(folder / names[number], held[number], own)
+
+
+def _write_index(folder: Path, files: Mapping[str, Sequence[Entry]], stem: str) -> None:
+    weight_map = {one.name: name for name, entries in files.items() for one in entries}
+    total = sum(one.nbytes for entries in files.values() for one in entries)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def is_of_weights(name: str, stem: str = "model") -> bool:

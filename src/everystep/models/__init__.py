@@ -19,11 +19,12 @@ from everystep.models.load import (
     weight_digest,
 )
 from everystep.models.model import Encode, Model, recomputing, refuse_copies
-from everystep.models.weight_module import WeightModule
+from everystep.models.weight_module import LayerModule, WeightModule
 
 __all__ = [
     "Encode",
     "Model",
+    "LayerModule",
     "WeightModule",
     "build_gguf_model",
     "build_model",

@@ -51,7 +51,9 @@ class Decoder(Network):
 
     `positions`: (rows, E) embeddings of positions, where it learns them. `recomputes`: what a layer
     computes is not kept for gradients, but computed once more. `changes_rows`: what adapters make
-    of rows (N, E) of the table that were looked up for ids (N,).
+    of rows (N, E) of the table that were looked up for ids (N,). `around`: of each layer, what is
+    given a call, what gives the layer, and the call's other arguments, and makes the call with the
+    weights that the layer has then; empty where they are those of `layers`.
     """
 
     spec: DecoderSpec
@@ -60,6 +62,7 @@ class Decoder(Network):
     positions: Tensor | None = None
     recomputes: bool = False
     changes_rows: Callable[[Tensor, Tensor], Tensor] | None = None
+    around: tuple[Callable[..., Tensor], ...] = ()
 
     @property
     def heads(self) -> int:
@@ -122,6 +125,10 @@ class Decoder(Network):
         for index, layer in enumerate(self.layers):
             rope = self.spec.layers[index].rope
             run = partial(self._layer, index, layer)
+            if self.around:
+                run = partial(
+                    self.around[index], partial(self._layer, index), partial(_same, layer)
+                )
             given = hidden, tables.get(rope) if rope else None, context
             again = self.recomputes and torch.is_grad_enabled()
             hidden = checkpoint(run, *given, use_reentrant=False) if again else run(*given)
@@ -193,6 +200,10 @@ class Decoder(Network):
         """Activate (..., F), or (..., 2F) where there is a gate, -> (..., F)."""
         activation = ACTIVATIONS[self.spec.mlp.activation]
         return gated(inner, activation) if self.spec.mlp.gated else activation(inner)
+
+
+def _same(layer: Layer) -> Layer:
+    return layer
 
 
 def _normed(norm: Norm | None, x: Tensor) -> Tensor:

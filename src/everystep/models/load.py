@@ -150,9 +150,12 @@ def _places(model: Model) -> Iterator[tuple[ParameterPart, Weight]]:
 
 
 def named_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight under its checkpoint name, quantised ones as float32 copies."""
+    """Yield every weight under its checkpoint name, quantised ones as float32 copies, and one that
+    lies in parts on several processes whole, which all of them ask for at the same time."""
     stacks: dict[str, Tensor] = {}
     for part, held in _places(model):
+        if hasattr(held, "full_tensor"):
+            held = held.full_tensor().detach()
         values = part.stored_values(dense(rows_of(held, part.start, part.stop)))
         if (stack := part.stack) is None or not stack.written:
             yield part.name, values

@@ -3,18 +3,21 @@ optimisers, `torch.compile`, `DistributedDataParallel` and `fully_shard`.
 
 Its parameters are the model's own, so both always have the same values. What wraps a module may put
 other tensors in their places: parts of them between two forwards, whole ones within. The model
-follows, and refuses to compute with parts.
+follows, and refuses to compute with parts. Of a decoder each layer is a module that is called when
+the layer runs, so that what wraps it sees that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
+from itertools import takewhile
 from typing import Any, TypeVar, cast, final
 
 from torch import Tensor, nn
 
-from everystep.errors import RequestError, UnsupportedError, shown
+from everystep.errors import InvariantError, RequestError, UnsupportedError, shown
+from everystep.models.decoder import Decoder
 from everystep.models.load import learning_parts
 from everystep.models.model import Model
 from everystep.models.parameters import ParameterPart
@@ -50,12 +53,32 @@ class WeightModule(nn.Module):
             self._followed.append(weight)
             if part.transposed or part.interleaved is not None:
                 self._turned[part.name] = part
-        _fill(self, tree)
+        places = _layer_places(model)
+        _fill(self, tree, frozenset(places))
         for part, _ in learning_parts(model):
             owner, _, leaf = part.name.rpartition(".")
             self._places.append((self.get_submodule(owner), leaf))
+        self._layers = [self._layer_at(place) for place in places]
         self.register_state_dict_post_hook(_as_stored)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_as_loaded)  # type: ignore[no-untyped-call]
+
+    def _layer_at(self, place: str) -> LayerModule:
+        made = self.get_submodule(place)
+        if not isinstance(made, LayerModule):
+            raise InvariantError("a layer has another module", got=type(made).__name__)
+        inside = {*made.modules()}
+        own = [n for n, (owner, _) in enumerate(self._places) if owner in inside]
+        made.weights_of_now = lambda: {
+            id(self._followed[n]): getattr(*self._places[n]) for n in own
+        }
+        return made
+
+    def around_layers(self, model: Model) -> Model:
+        """Return the model for a forward in which each layer is run by its module, with the weights
+        that it has then; itself where layers have none."""
+        if not self._layers or not isinstance(model.network, Decoder):
+            return model
+        return replace(model, network=replace(model.network, around=tuple(self._layers)))
 
     def forward(
         self,
@@ -107,17 +130,74 @@ class WeightModule(nn.Module):
         self._followed = found
         return made
 
-    def require_whole(self) -> None:
-        """Raise RequestError where a weight lies in parts on several processes."""
+    def require_whole(self, *, but_layers: bool = False) -> None:
+        """Raise RequestError where a weight lies in parts on several processes; `but_layers`: of
+        layers they are whole when the layer runs, if something gathers them then."""
         names = [name for name, one in self.named_parameters() if hasattr(one, "full_tensor")]
+        if but_layers:
+            wrapped = [
+                n for n, one in self.named_modules() if one in self._layers and _gathers(one)
+            ]
+            names = [name for name in names if not name.startswith(tuple(f"{n}." for n in wrapped))]
         if names:
             raise RequestError(
                 "the weights lie in parts on several processes",
                 wanted="whole weights",
                 got=f"a part of {names[0]}",
-                do="Call unshard() of the module on every process, and reshard() afterwards; "
-                "for a forward shard the whole module alone, fully_shard(module)",
+                do="Call unshard() of the module, and of each layer that was sharded, on every "
+                "process, and reshard() afterwards; a forward is a call of the sharded module",
             )
+
+
+@final
+class LayerModule(nn.Module):
+    """A module with the weights of one layer of a decoder, which is called when the layer runs.
+
+    `weights_of_now`: gives the tensors in the places of its weights, by the `id` of those that the
+    model has.
+    """
+
+    weights_of_now: Callable[[], Mapping[int, Tensor]]
+
+    def forward(
+        self, run: Callable[..., Tensor], layer: Callable[[], object], *given: object
+    ) -> Tensor:
+        """Return what `run` makes with the layer, whose weights are those of now.
+
+        `layer` gives it: tensors that stand in arguments are others here, since `fully_shard` puts
+        a node of the graph between.
+        """
+        return run(with_tensors(layer(), self.weights_of_now()), *given)
+
+
+def _gathers(module: nn.Module) -> bool:
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def _layer_places(model: Model) -> list[str]:
+    """Return the name below which all weights of a layer lie and no others, of each layer of a
+    decoder; none where one has no such name."""
+    layers = model.network.layers if isinstance(model.network, Decoder) else ()
+    names = {id(weight): part.name for part, weight in learning_parts(model)}
+    found: dict[str, int] = {}
+    for layer in layers:
+        own = [names[one] for one in _tensors_in(layer) if one in names]
+        paths = [name.split(".") for name in own]
+        both = takewhile(lambda pair: pair[0] == pair[1], zip(min(paths), max(paths), strict=False))
+        found[".".join(one for one, _ in both)] = len(own)
+    for place, count in found.items():
+        if not place or count != sum(one.startswith(f"{place}.") for one in names.values()):
+            return []
+    return list(found) if len(found) == len(layers) else []
+
+
+def _tensors_in(part: object) -> set[int]:
+    """Return the `id` of each tensor in a part of a model."""
+    if isinstance(part, Tensor):
+        return {id(part)}
+    if is_dataclass(part) and not isinstance(part, type):
+        part = tuple(getattr(part, one.name) for one in fields(part) if one.init)
+    return {one for each in part for one in _tensors_in(each)} if type(part) is tuple else set()
 
 
 def with_tensors(part: PartT, changed: Mapping[int, Tensor]) -> PartT:
@@ -141,15 +221,18 @@ def _changed(part: Any, changed: Mapping[int, Tensor]) -> Any:
     return replace(part, **other) if other else part
 
 
-def _fill(module: nn.Module, tree: Mapping[str, Any]) -> None:
-    """Put tensors and modules of a tree into a module, by name."""
+def _fill(
+    module: nn.Module, tree: Mapping[str, Any], layers: frozenset[str], above: str = ""
+) -> None:
+    """Put tensors and modules of a tree into a module, by name; those of `layers` are such."""
     for name, one in tree.items():
         if isinstance(one, nn.Parameter):
             module.register_parameter(name, one)
             continue
         numbered = all(str(number) == key for number, key in enumerate(one))
-        module.add_module(name, nn.ModuleList() if numbered else nn.Module())
-        _fill(module.get_submodule(name), one)
+        plain = LayerModule if above + name in layers else nn.Module
+        module.add_module(name, nn.ModuleList() if numbered else plain())
+        _fill(module.get_submodule(name), one, layers, f"{above}{name}.")
 
 
 def _as_stored(module: Any, values: dict[str, Any], prefix: str, _: object) -> None:

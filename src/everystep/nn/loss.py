@@ -85,7 +85,9 @@ def _stretches(
     hidden: Tensor, places: Tensor, labels: Tensor, vocab_size: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     size = max(1, _AT_ONCE // vocab_size)
-    for start in range(0, len(labels), size):
+    # Without a label the head reads nothing, but is part of the graph: other processes may wait for
+    # its gradient.
+    for start in range(0, max(1, len(labels)), size):
         own = slice(start, start + size)
         yield hidden[own], places[own], labels[own]
 

@@ -36,9 +36,8 @@ _REPORTS = " and ".join(map(repr, REPORTS))
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "fp16": "Pass bf16=True: numbers of 16 bits with the range of float32 need no scaler",
-        "deepspeed": "Run the script under torchrun",
-        "fsdp": "Run the script under torchrun, which shares batches, or train a LoRA",
-        "fsdp_config": "Run the script under torchrun, which shares batches, or train a LoRA",
+        "deepspeed": "Run the script under torchrun, where processes share the rows of batches",
+        "fsdp_config": "Pass fsdp=True: layers are gathered one by one when they are used",
         "push_to_hub": "Upload the folder of the trained model with huggingface_hub",
         "hub_model_id": "Upload the folder of the trained model with huggingface_hub",
         "hub_token": "Upload the folder of the trained model with huggingface_hub",
@@ -81,7 +80,11 @@ class TrainingArguments:
     `trainable`: regular expressions; weights whose name one of them matches somewhere are trained,
     the others stay. `report_to`: "none", or a list of "tensorboard" and "plot", which draws the
     losses into `plot.png` and `plot.svg` at the end. A run writes the lines that it logs to
-    `log.jsonl` in `output_dir` in any case.
+    `log.jsonl` in `output_dir` in any case. `ddp_timeout`: the seconds after which another process
+    of a run that does not answer is taken for lost. `ddp_find_unused_parameters`: whether to look,
+    in each step, for trained weights that one of the processes did not use; None: where the model,
+    or a loss of your own, may leave out some. `fsdp=True`: each process has a part of the weights,
+    of their gradients and of the optimizer (FSDP2), and layers are gathered when they are used.
     """
 
     output_dir: str | Path = "trainer_output"
@@ -132,6 +135,9 @@ class TrainingArguments:
     data_seed: int | None = None
     train_sampling_strategy: Sampling = "random"
     dataloader_drop_last: bool = False
+    ddp_find_unused_parameters: bool | None = None
+    ddp_timeout: int = 1800
+    fsdp: bool | str | None = None
 
     def __new__(cls, *args: object, **given: object) -> Self:
         known = {one.name for one in fields(cls) if one.init}
@@ -166,6 +172,11 @@ class TrainingArguments:
     def recomputes(self) -> bool:
         """True where layers are computed once more for gradients."""
         return bool(self.activation_checkpointing or self.gradient_checkpointing)
+
+    @property
+    def shards(self) -> bool:
+        """True where each process has a part of the weights."""
+        return bool(self.fsdp)
 
     @property
     def folder(self) -> Path:
@@ -241,6 +252,8 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, tuple) and all(isinstance(one, str) for one in value)
 
 
+_FSDP = ("", "full_shard", "full_shard auto_wrap")
+"""Texts that stand for no and yes in transformers."""
 _RULES: tuple[tuple[str, str, _Test], ...] = (
     (_FLAGS, "True or False", _is(bool)),
     (_CHECKPOINTING, "True, False or None", _optional(_is(bool))),
@@ -253,6 +266,13 @@ _RULES: tuple[tuple[str, str, _Test], ...] = (
     ("seed", "an integer of at least 0", _whole(0)),
     ("data_seed generation_max_length", "an integer of at least 0", _optional(_whole(0))),
     ("save_total_limit", "an integer of at least 1", _optional(_whole(1))),
+    ("ddp_timeout", "an integer of at least 1", _whole(1)),
+    ("ddp_find_unused_parameters", "True, False or None", _optional(_is(bool))),
+    (
+        "fsdp",
+        f"True, False or None, or one of {', '.join(map(repr, _FSDP))}",
+        lambda value: value is None or isinstance(value, bool) or value in _FSDP,
+    ),
     ("trainable", "a list of regular expressions", _optional(_are_texts)),
     ("metric_for_best_model", "the name of a metric", _optional(_is(str))),
     ("output_dir", "the path of a folder", _is(str, Path)),

@@ -12,17 +12,21 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from everystep.errors import FileError, FormatError, MissingFileError, RequestError
 from everystep.files.atomic import atomic_folder, remove_leftovers
+from everystep.train.ranks import ALONE, Ranks
 
 MANIFEST, STATE, OPTIMIZER, GROUPS = (
     "checkpoint.json",
@@ -63,28 +67,57 @@ def checkpoints_in(root: Path) -> list[Path]:
     return sorted(found, key=lambda one: step_of(one) or 0)
 
 
-def write_checkpoint(folder: Path, save_model: Callable[[Path], object], kept: KeptRun) -> None:
+def write_checkpoint(
+    folder: Path, save_model: Callable[[Path], object], kept: KeptRun, ranks: Ranks = ALONE
+) -> None:
     """Write a checkpoint, whole or not at all; one of the same name gives way to it.
 
-    `save_model`: writes the model's files into a folder. FileError where the disk refuses.
+    All processes write their parts of the optimizer; when all are there, the first one writes what
+    says so. `save_model`: writes the model's files into a folder, called by all of them. FileError
+    where the disk refuses.
     """
     try:
-        remove_leftovers(folder.parent)
-        if folder.exists():  # of a run that was resumed before it
-            shutil.rmtree(folder)
-        with atomic_folder(folder) as new:
+        with ExitStack() as open_:
+            new = Path(ranks.once(lambda: str(open_.enter_context(_begun(folder)))))
             save_model(new)
-            _write_json(new / STATE, kept.state)
-            if kept.optimizer is not None:
-                _write_optimizer(new, kept.optimizer)
-            files = {one.name: _described(one) for one in sorted(new.iterdir())}
-            _write_json(new / MANIFEST, {"format": _FORMAT, "more": kept.more, "files": files})
+            own = [] if kept.optimizer is None else _parts_of(kept.optimizer["state"], ranks)
+            parts = ranks.together(lambda: _write_part(new, own, ranks))
+            ranks.once(lambda: _commit(new, kept, parts))
+            ranks.once(open_.close)
     except OSError as error:
         raise FileError(
             f"the checkpoint {folder} could not be written, and nothing of it is left",
             got=error,
             do="Make room, and go on from the checkpoint before it with resume_from_checkpoint",
         ) from error
+
+
+@contextmanager
+def _begun(folder: Path) -> Iterator[Path]:
+    """Yield a folder beside the checkpoint's place, which it takes when the block ends."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder.parent)
+    if folder.exists():  # of a run that was resumed before it
+        shutil.rmtree(folder)
+    with atomic_folder(folder) as new:
+        yield new
+
+
+def _commit(new: Path, kept: KeptRun, parts: Sequence[Mapping[str, Any]]) -> None:
+    """Write what makes a folder with all parts a checkpoint."""
+    _write_json(new / STATE, kept.state)
+    if kept.optimizer is not None:
+        _write_groups(new, kept.optimizer, parts)
+    written = {one["file"]: one["described"] for one in parts if one["file"] is not None}
+    for name, described in written.items():
+        if not (new / name).is_file() or (new / name).stat().st_size != described["bytes"]:
+            raise FileError(
+                f"{name} of another process is not in {new}",
+                wanted="an output_dir that all processes share",
+                do="Put output_dir on a file system that every machine of the run sees",
+            )
+    files = {one.name: written.get(one.name) or _described(one) for one in sorted(new.iterdir())}
+    _write_json(new / MANIFEST, {"format": _FORMAT, "more": kept.more, "files": files})
 
 
 def fault_of(folder: Path) -> str | None:
@@ -131,14 +164,17 @@ def require_whole(folder: Path) -> Path:
     return folder
 
 
-def read_kept_run(folder: Path) -> KeptRun:
-    """Return what a run goes on with; FormatError for a checkpoint of the model alone."""
-    require_whole(folder)
+def read_kept_run(folder: Path, lay: Lay | None = None) -> KeptRun:
+    """Return what a run goes on with, from a checkpoint that is whole; `lay`: how this process
+    holds tensors of the optimizer, None for whole.
+
+    FormatError for a checkpoint of the model alone.
+    """
     if not (folder / GROUPS).is_file():
         do = "Load the model from it, and begin anew"
         raise FormatError(f"{folder} has the model alone, as save_only_model asked", do=do)
     more = _read_json(folder / MANIFEST)["more"]
-    return KeptRun(_read_json(folder / STATE), _read_optimizer(folder), more)
+    return KeptRun(_read_json(folder / STATE), _read_optimizer(folder, lay or _as_it_is), more)
 
 
 def keep_newest(root: Path, limit: int | None, best: str | None) -> None:
@@ -154,33 +190,129 @@ def keep_newest(root: Path, limit: int | None, best: str | None) -> None:
 # --- the optimizer --------------------------------------------------------------------------------
 
 
-def _write_optimizer(folder: Path, values: Mapping[str, Any]) -> None:
-    tensors: dict[str, Tensor] = {}
+@dataclass(frozen=True, slots=True, eq=False)
+class _OptimizerPart:
+    """A tensor of an optimizer, or rows of one from `first` on of as many as `shape` says."""
+
+    name: str
+    values: Tensor
+    first: int
+    shape: tuple[int, ...]
+
+
+def _parts_of(state: Mapping[int, Mapping[str, Any]], ranks: Ranks) -> list[_OptimizerPart]:
+    """Return what this process writes: its rows of tensors that lie in parts, and of the others,
+    which all of them have, every `count`-th."""
+    found = []
+    for place, (number, held) in enumerate(state.items()):
+        for name, value in held.items():
+            if not isinstance(value, Tensor):
+                continue
+            if (own := rows_here(value)) is not None:
+                found.append(_OptimizerPart(f"{number}.{name}", *own, tuple(value.shape)))
+            elif place % ranks.count == ranks.number:
+                found.append(
+                    _OptimizerPart(f"{number}.{name}", value.detach(), 0, tuple(value.shape))
+                )
+    return found
+
+
+def _write_part(folder: Path, parts: Sequence[_OptimizerPart], ranks: Ranks) -> dict[str, Any]:
+    """Write these, and return the name, size and digest of the file, and where its rows belong."""
+    if not parts:
+        return {"file": None, "described": None, "rows": {}}
+    name = OPTIMIZER
+    if ranks.count > 1:
+        stem, ending = OPTIMIZER.split(".")
+        name = f"{stem}-{ranks.number + 1:05}-of-{ranks.count:05}.{ending}"
+    save_file({one.name: one.values.contiguous() for one in parts}, folder / name)
+    rows = {
+        one.name: [one.first, *one.shape] for one in parts if tuple(one.values.shape) != one.shape
+    }
+    return {"file": name, "described": _described(folder / name), "rows": rows}
+
+
+def _write_groups(
+    folder: Path, values: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
+) -> None:
     plain: dict[str, dict[str, Any]] = {}
     for number, held in values["state"].items():
         for name, value in held.items():
-            if isinstance(value, Tensor):
-                tensors[f"{number}.{name}"] = value.detach().contiguous()
-            else:
+            if not isinstance(value, Tensor):
                 plain.setdefault(str(number), {})[name] = value
-    save_file(tensors, folder / OPTIMIZER)
     groups = [{key: _plain(value) for key, value in one.items()} for one in values["param_groups"]]
-    _write_json(folder / GROUPS, {"param_groups": groups, "plain": plain})
+    files = {one["file"]: one["rows"] for one in parts if one["file"] is not None}
+    _write_json(folder / GROUPS, {"param_groups": groups, "plain": plain, "files": files})
 
 
-def _read_optimizer(folder: Path) -> dict[str, Any]:
+Lay = Callable[[int, tuple[int, ...], Callable[[int, int], Tensor]], Tensor]
+"""The number of a trained tensor, the shape of what the optimizer keeps of it, and what gives rows
+[first, stop) of that -> it, as this process holds it."""
+
+
+def _read_optimizer(folder: Path, lay: Lay) -> dict[str, Any]:
     told = _read_json(folder / GROUPS)
     state: dict[int, dict[str, Any]] = {}
-    for key, tensor in load_file(folder / OPTIMIZER).items():
+    pieces: dict[str, list[tuple[Path, int, int]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file, rows in told["files"].items():
+        with safe_open(folder / file, "pt") as held:
+            for key in held.keys():  # noqa: SIM118 - no mapping
+                shape = held.get_slice(key).get_shape()
+                first, *whole = rows.get(key, [0, *shape])
+                stop = first + (shape[0] if shape else 1)
+                pieces.setdefault(key, []).append((folder / file, first, stop))
+                shapes[key] = tuple(whole)
+    for key, found in pieces.items():
         number, name = key.split(".", 1)
-        state.setdefault(int(number), {})[name] = tensor
-    for number, held in told["plain"].items():
-        state.setdefault(int(number), {}).update(held)
+        read = partial(_rows_of, key, sorted(found, key=lambda one: one[1]), shapes[key])
+        state.setdefault(int(number), {})[name] = lay(int(number), shapes[key], read)
+    for number, beside in told["plain"].items():
+        state.setdefault(int(number), {}).update(beside)
     groups = [
         {key: tuple(one) if key == "betas" else one for key, one in group.items()}
         for group in told["param_groups"]
     ]
     return {"state": state, "param_groups": groups}
+
+
+def _rows_of(
+    key: str,
+    pieces: Sequence[tuple[Path, int, int]],
+    shape: tuple[int, ...],
+    first: int,
+    stop: int,
+) -> Tensor:
+    """Return rows [first, stop) of a tensor whose rows lie in several files, all of them of one
+    that has none."""
+    found = []
+    for path, begin, end in pieces:
+        if begin < stop and first < end:
+            with safe_open(path, "pt") as held:
+                if not shape:
+                    values: Tensor = held.get_tensor(key)
+                    return values
+                found.append(held.get_slice(key)[max(first - begin, 0) : min(stop, end) - begin])
+    if not found:
+        with safe_open(pieces[0][0], "pt") as held:
+            return held.get_slice(key)[:0]
+    if sum(len(one) for one in found) != stop - first:
+        raise FormatError(f"rows {first} to {stop} of {key} are not all in the checkpoint")
+    return torch.cat(found) if len(found) > 1 else found[0]
+
+
+def _as_it_is(_: int, shape: tuple[int, ...], read: Callable[[int, int], Tensor]) -> Tensor:
+    return read(0, shape[0] if shape else 1)
+
+
+def rows_here(tensor: Any) -> tuple[Tensor, int] | None:
+    """Return the rows of a tensor that this process has and the number of the first of them, None
+    for one that does not lie in parts."""
+    if not hasattr(tensor, "to_local"):
+        return None
+    count, mesh = tensor.shape[0], tensor.device_mesh
+    first = mesh.get_local_rank() * -(-count // mesh.size())  # as torch cuts them
+    return tensor.to_local().detach(), min(count, first)
 
 
 def _plain(value: Any) -> Any:
@@ -224,4 +356,9 @@ def copy_into(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], folde
                     got=got,
                     do="Make the model and the Trainer as in the run that wrote it",
                 )
-            target.copy_(found)
+            own = rows_here(target)
+            if own is None:
+                target.copy_(found)
+            else:
+                rows, first = own
+                rows.copy_(found[first : first + len(rows)])

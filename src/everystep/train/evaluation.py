@@ -21,7 +21,9 @@ from everystep.api.model import LanguageModel
 from everystep.drivers.generated import Generated
 from everystep.errors import RequestError
 from everystep.nn.loss import NO_LABEL
+from everystep.outputs import TokenLogprobs
 from everystep.requests.prompts import TokenizerLike
+from everystep.types import FinishReason
 
 _CUT_SHARE = 0.5
 """Above this share of answers that ended by their length there is a warning."""
@@ -111,18 +113,54 @@ def answers_of(
     asked: Sequence[AskedRow],
     options: Mapping[str, Any],
 ) -> list[Generated]:
-    """Return the continuation of each prompt; warn where most of them ended by their length."""
+    """Return the continuation of each prompt."""
     given: dict[str, Any] = {"return_dict_in_generate": True, "logprobs": 0, **options}
     found = generate(model, tokenizer, [one.prompt for one in asked], **given)
-    answers = [one[0] if isinstance(one, list) else one for one in found]
+    return [one[0] if isinstance(one, list) else one for one in found]
+
+
+def warn_of_cut(answers: Sequence[Generated]) -> None:
+    """Warn where most answers ended by their length."""
     cut = sum(one.finish_reason.kind == "length" for one in answers)
     if cut > _CUT_SHARE * len(answers):
         warnings.warn(
             f"{cut} of {len(answers)} answers ended by their length; where the model never learns "
             "an end, look at trainer.check(), else allow more with generation_max_length",
-            stacklevel=3,
+            stacklevel=4,
         )
-    return answers
+
+
+def as_json(answer: Generated) -> dict[str, Any]:
+    """Return an answer as JSON holds it, for another process."""
+    reason, likely = answer.finish_reason, answer.logprobs
+    matched = reason.matched
+    return {
+        "text": answer.text,
+        "tokens": list(answer.tokens),
+        "reason": [reason.kind, matched if isinstance(matched, int | str) else None],
+        "score": answer.score,
+        "lengths": [answer.prompt_tokens, answer.cached_tokens],
+        "logprobs": None
+        if likely is None
+        else [likely.logprobs.tolist(), likely.top_tokens.tolist(), likely.top_logprobs.tolist()],
+    }
+
+
+def of_json(told: Mapping[str, Any]) -> Generated:
+    """Return the answer that another process told."""
+    likely, tokens = None, told["tokens"]
+    if told["logprobs"] is not None:
+        own, top, best = told["logprobs"]
+        shape = (len(tokens), len(top[0]) if top else 0)
+        likely = TokenLogprobs(
+            torch.tensor(tokens, dtype=torch.int64),
+            torch.tensor(own, dtype=torch.float32),
+            torch.tensor(top, dtype=torch.int64).view(shape),
+            torch.tensor(best, dtype=torch.float32).view(shape),
+        )
+    read, cached = told["lengths"]
+    reason, score = FinishReason(*told["reason"]), told["score"]
+    return Generated(told["text"], tuple(tokens), reason, score, read, cached, likely)
 
 
 def predicted(

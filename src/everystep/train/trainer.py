@@ -7,11 +7,14 @@ alone (`order.py`); so a run that a checkpoint resumes goes on to the bit.
 
 from __future__ import annotations
 
+import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, final
 
@@ -23,8 +26,16 @@ from everystep.adapters import AdapterConfig
 from everystep.api.many import generate
 from everystep.api.model import LanguageModel, wrap
 from everystep.api.quantize import export_gguf
+from everystep.api.saving import WeightsPart, begun_folder, save_part
 from everystep.config.kinds import is_number
-from everystep.errors import RequestError, TrainingError, UnsupportedError, shown
+from everystep.draws import seed_of
+from everystep.errors import (
+    InvariantError,
+    RequestError,
+    TrainingError,
+    UnsupportedError,
+    shown,
+)
 from everystep.memory import require_memory
 from everystep.models import Model
 from everystep.models.gguf_mixes import GgufFormat
@@ -59,14 +70,19 @@ from everystep.train.evaluation import (
     EvalPrediction,
     PredictionOutput,
     answers_of,
+    as_json,
     asked_of,
+    of_json,
     predicted,
     stacked,
+    warn_of_cut,
 )
 from everystep.train.forms import DEFAULT_FORM, DataForm, TrainingRows, read_rows
+from everystep.train.forwards import forwards_of
 from everystep.train.inspection import Collator, Inspection, inspect_rows
 from everystep.train.optimisers import optimiser_of
 from everystep.train.order import batches_of, epoch_order, keyed_randomness
+from everystep.train.ranks import Ranks
 from everystep.train.row import length_of, read_row
 from everystep.train.schedules import factor_of
 from everystep.train.state import TrainerControl, TrainerState, TrainOutput
@@ -108,6 +124,19 @@ class _Place:
     steps: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Share:
+    """The part of a batch that one process reads: rows at these places.
+
+    `counts`: False where there are fewer rows than processes, and it reads one of another's so that
+    all make as many forwards.
+    """
+
+    batch: Batch
+    places: list[int]
+    counts: bool
+
+
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """The length of a run: batches and steps of an epoch, epochs, and steps of all of them."""
@@ -133,6 +162,10 @@ class Trainer:
     64 tokens, is shown at each evaluation, written to `samples.jsonl` and kept in `samples`.
 
     The first thing that `train` does is to look at the data; see `check`.
+
+    Under `torchrun`, or in processes that have made a process group, each call but `check` is made
+    by every process with the same arguments and data: they share the rows of each batch, evaluate
+    and write together, and the first of them logs.
     """
 
     def __init__(
@@ -188,8 +221,16 @@ class Trainer:
             do = "Pass eval_dataset, or eval_strategy='no'"
             raise RequestError("there is nothing to evaluate", wanted="eval_dataset", do=do)
         self.weights: TrainedWeights = trained_weights(self.model, peft_config, self.args.trainable)
+        self._ranks = Ranks.met(self.args.ddp_timeout)
         if self.args.recomputes:
             self.model.gradient_checkpointing_enable()
+        unused = self.args.ddp_find_unused_parameters
+        if unused is None:
+            unused = bool(own_loss) or self.weights.may_be_unused
+        with self._ranks.answering(self._what_is_whole):
+            self._forwards = forwards_of(
+                self._ranks, self.weights, looks_for_unused=unused, shards=self.args.shards
+            )
         self._sample_prompts = _prompts(sample_prompts)
         self.samples: list[tuple[Prompt, str]] = []
         self.state, self.control = TrainerState(), TrainerControl()
@@ -200,7 +241,8 @@ class Trainer:
         shows = [] if self.args.disable_tqdm else [ProgressCallback]
         boards = [_REPORTERS[name] for name in self.args.reports]
         files = [LogFile, SampleFile] if self._sample_prompts else [LogFile]
-        self._callbacks = Callbacks([DefaultFlow, *callbacks, *files, *boards, *shows])
+        told = [*files, *boards, *shows] if self._ranks.is_first else []
+        self._callbacks = Callbacks([DefaultFlow, *callbacks, *told])
         self._sums, self._place = _Sums(), _Place(0, 0)
         self._norm, self._rate = 0.0, 0.0
         self._tell("on_init_end")
@@ -233,7 +275,9 @@ class Trainer:
         An error says, before the first step, what cannot be meant: see `inspect_rows`.
         """
         rows = self._required_rows()
-        with keyed_randomness(self._data_seed, _OF_CHECK):
+        with keyed_randomness(self._data_seed, _OF_CHECK), warnings.catch_warnings():
+            if not self._ranks.is_first:
+                warnings.simplefilter("ignore")  # the first says it
             return inspect_rows(
                 rows,
                 self.model,
@@ -251,7 +295,7 @@ class Trainer:
         lengths = _lengths(rows, _LOOKED_AT)
         ends = lengths.index(min(lengths)), lengths.index(max(lengths))
         shortest, longest = (
-            self._fetched(rows, range(one * each, (one + 1) * each), 0, 0) for one in ends
+            self._fetched(rows, range(one * each, (one + 1) * each), (0, 0)) for one in ends
         )
         training = self.model.training
         self.weights.train(True)
@@ -275,7 +319,9 @@ class Trainer:
     def _kept(self, shortest: Batch, longest: Batch) -> int:
         device = self.model.device
         with keyed_randomness(self._data_seed, _OF_CHECK, device=device):
-            return kept_bytes(lambda: self._loss(shortest, 1)[0], lambda: self._loss(longest, 1)[0])
+            calls = (partial(self._loss, batch, 1) for batch in (shortest, longest))
+            first, second = (partial(self._forwards.run, call) for call in calls)
+            return kept_bytes(lambda: first()[0], lambda: second()[0])
 
     def _required_rows(self) -> TrainingRows:
         if self._train_rows is None or not len(self._train_rows):
@@ -283,15 +329,23 @@ class Trainer:
             raise RequestError("there is nothing to train on", do=do)
         return self._train_rows
 
-    def _fetched(self, rows: TrainingRows, places: Sequence[int], epoch: int, batch: int) -> Batch:
+    def _share(self, rows: TrainingRows, places: Sequence[int], epoch: int, number: int) -> _Share:
+        """Return what this process reads of the batch of this number."""
+        each = rows.per_example
+        own = self._ranks.own(places[::each])
+        found = [one + more for one in own or places[:1] for more in range(each)]
+        key = epoch, number, *self._rank_key
+        return _Share(self._fetched(rows, found, key), found if own else [], bool(own))
+
+    def _fetched(self, rows: TrainingRows, places: Sequence[int], key: tuple[int, ...]) -> Batch:
         """Return a batch on the model's device; what its examples draw depends on the seed, the
-        epoch and the example alone."""
-        seed = self._data_seed
+        epoch, which the key begins with, and the example alone."""
+        seed, epoch = self._data_seed, key[0]
         read: list[Mapping[str, object]] = []
         for place in places:
             with keyed_randomness(seed, _OF_ROW, epoch, place):
                 read.append(rows[place])
-        with keyed_randomness(seed, _OF_BATCH, epoch, batch):
+        with keyed_randomness(seed, _OF_BATCH, *key):
             made: object = self._collator(read)
         if not isinstance(made, Mapping) or not all(isinstance(x, Tensor) for x in made.values()):
             wanted, got = "a mapping of names to tensors", type(made).__name__
@@ -302,15 +356,31 @@ class Trainer:
     def _data_seed(self) -> int:
         return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
+    @property
+    def _rank_key(self) -> tuple[int, ...]:
+        """The rest of the key of randomness in this process's share of a batch."""
+        return () if self._ranks.is_first else (self._ranks.number,)
+
+    @property
+    def _batch_size(self) -> int:
+        """The examples of a batch of all processes."""
+        return self.args.per_device_train_batch_size * self._ranks.count
+
+    @property
+    def _step_size(self) -> int:
+        """The examples of a step of all processes."""
+        return self._batch_size * self.args.gradient_accumulation_steps
+
     def _order(self, rows: TrainingRows, epoch: int) -> list[list[int]]:
         """Return the rows of each batch of an epoch; those of one example stay together."""
         args, each = self.args, rows.per_example
-        size, drops = args.per_device_train_batch_size, args.dataloader_drop_last
+        size, drops = self._batch_size, args.dataloader_drop_last
         strategy = args.train_sampling_strategy
         if strategy == "group_by_length" and self._lengths is None:
             self._lengths = _lengths(rows, len(rows))
         lengths = self._lengths
-        order = epoch_order(len(rows) // each, self._data_seed, epoch, strategy, lengths, size)
+        count, most = len(rows) // each, self._step_size
+        order = epoch_order(count, self._data_seed, epoch, strategy, lengths, most)
         return [
             [one * each + own for one in batch for own in range(each)]
             for batch in batches_of(order, size, drop_last=drops)
@@ -318,9 +388,9 @@ class Trainer:
 
     def _plan(self, rows: TrainingRows) -> _Plan:
         args, examples = self.args, len(rows) // rows.per_example
-        batches = examples // args.per_device_train_batch_size
+        batches = examples // self._batch_size
         if not args.dataloader_drop_last:
-            batches = math.ceil(examples / args.per_device_train_batch_size)
+            batches = math.ceil(examples / self._batch_size)
         if not batches:
             what = "no batch is full, and dataloader_drop_last drops the others"
             raise RequestError(what, got=f"{examples} examples", do="Take a smaller batch")
@@ -339,8 +409,11 @@ class Trainer:
         whole, a path from that one, to the bit of a run that was never stopped. TrainingError where
         a loss or a gradient is no number: weights and checkpoints are then as before that step.
         """
+        with self._ranks.answering(self._what_is_whole):
+            return self._train(resume_from_checkpoint)
+
+    def _train(self, asked: str | Path | bool | None) -> TrainOutput:
         rows = self._required_rows()
-        asked = resume_from_checkpoint
         if asked is None:
             asked = self.args.resume_from_checkpoint
         start = self._checkpoint_of(asked)
@@ -348,6 +421,7 @@ class Trainer:
         plan = self._plan(rows)
         self._require_memory()
         self._prepare(plan)
+        self._require_alike(rows)
         if start is not None:
             self._go_on_from(start, plan)
         began, first = time.monotonic(), self.state.global_step
@@ -379,7 +453,35 @@ class Trainer:
         do = "Train a LoRA (peft_config), or fewer weights (trainable)"
         require_memory(least.more, "training", do, self.model.device)
 
+    def _require_alike(self, rows: TrainingRows) -> None:
+        """Refuse processes that were given different arguments, data or weights to train."""
+        own = {
+            **self.args.to_dict(),
+            "train_dataset": len(rows),
+            "eval_dataset": {name: len(one) for name, one in self._eval_rows.items()},
+            "what is trained": {name: [*one.shape] for name, one in self.weights.named().items()},
+        }
+        for name, told in enumerate(self._ranks.told(own)):
+            other = [key for key in own if json.loads(json.dumps(own[key])) != told[key]]
+            if other:
+                raise RequestError(
+                    f"the processes of this run differ in {other[0]}",
+                    wanted="the same arguments, data and weights in each",
+                    got=f"{shown(own[other[0]])}, and {shown(told[other[0]])} at rank {name}",
+                )
+
+    def _what_is_whole(self) -> str:
+        """Return what helps where the run cannot go on."""
+        held = checkpoints_in(self.args.folder)
+        whole = f"{held[-1]} is whole: " if held else ""
+        return f"{whole}start all processes again, with resume_from_checkpoint=True"
+
     def _checkpoint_of(self, asked: str | Path | bool | None) -> Path | None:
+        """Return the checkpoint to go on from, which the first process chooses."""
+        found = self._ranks.once(lambda: self._chosen_checkpoint(asked))
+        return None if found is None else Path(found)
+
+    def _chosen_checkpoint(self, asked: str | Path | bool | None) -> str | None:
         """Return the checkpoint to go on from; an error where others would be mixed with it."""
         if asked is None or asked is False:
             held = checkpoints_in(self.args.folder)
@@ -392,8 +494,8 @@ class Trainer:
                 )
             return None
         if asked is True:
-            return newest_whole(self.args.folder)
-        return require_whole(Path(asked))
+            return str(newest_whole(self.args.folder))
+        return str(require_whole(Path(asked)))
 
     def _prepare(self, plan: _Plan) -> None:
         args = self.args
@@ -405,6 +507,7 @@ class Trainer:
             save_steps=args.steps_of("save", plan.all_steps),
             train_batch_size=args.per_device_train_batch_size,
         )
+        self._know_ranks()
         self._sums, self._place = _Sums(), _Place(0, 0)
         if self._given[0] is None:
             self.optimizer = optimiser_of(self.weights.named(), args)
@@ -418,6 +521,10 @@ class Trainer:
             )
             self.lr_scheduler = LambdaLR(self.optimizer, factor)
 
+    def _know_ranks(self) -> None:
+        self.state.is_local_process_zero = self._ranks.number_here == 0
+        self.state.is_world_process_zero = self._ranks.is_first
+
     def _run_epoch(self, rows: TrainingRows, epoch: int, plan: _Plan) -> None:
         self.control.should_epoch_stop = False
         self._tell("on_epoch_begin")
@@ -426,57 +533,31 @@ class Trainer:
             if self.state.global_step >= plan.all_steps:
                 break
             numbers = range(step * size, min((step + 1) * size, len(batches)))
-            window = [self._fetched(rows, batches[one], epoch, one) for one in numbers]
-            self._step(window, [batches[one] for one in numbers])
+            self._step([self._share(rows, batches[one], epoch, one) for one in numbers])
             self.state.epoch = epoch + (numbers.stop / len(batches))
             self._tell("on_step_end")
+            self._agree()
             ended = self.control.should_epoch_stop
             self._place = _Place(epoch, plan.steps if ended else step + 1)
             self._follow()
             if self.control.should_epoch_stop or self.control.should_training_stop:
                 break
         self._tell("on_epoch_end")
+        self._agree()
         if self._place.steps >= plan.steps or self.control.should_epoch_stop:
             self._place = _Place(epoch + 1, 0)
         self._follow()
 
-    def _step(self, window: Sequence[Batch], places: Sequence[Sequence[int]]) -> None:
+    def _step(self, window: Sequence[_Share]) -> None:
         """Let the optimizer take one step down the mean loss of all labels of the batches."""
         self.control.begin_step()
         self._tell("on_step_begin")
         named, parameters = self.weights.named(), list(self.weights.named().values())
-        items = sum(self._labels_of(batch) for batch in window)
-        if not items:
-            raise RequestError(
-                f"step {self.state.global_step + 1} has no label to learn from",
-                got=f"examples {list(places)}",
-                do="Look at the data with trainer.check(), or take larger steps",
-            )
-        self.weights.train(True)
-        total = 0.0
-        for number, batch in enumerate(window):
-            key = self.args.seed, _OF_STEP, self.state.global_step, number
-            with keyed_randomness(*key, device=self.model.device):
-                loss, _ = self._loss(batch, items)
-                self._require_finite(loss, places[number])
-                if loss.requires_grad:
-                    loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-            seen = batch.get("attention_mask", batch.get("input_ids"))
-            mask = "attention_mask" in batch
-            if seen is not None:
-                self.state.num_input_tokens_seen += int(seen.sum()) if mask else seen.numel()
-            if number < len(window) - 1:
-                self._tell("on_substep_end")
-        if all(one.grad is None for one in parameters):
-            raise RequestError(
-                "the loss does not depend on what is trained",
-                wanted=f"a gradient of {next(iter(named))}, say",
-                got="none",
-                do="Call model(**batch) in a loss of your own: batch says with which adapter",
-            )
+        items = self._items_of(window)
+        total = self._backward(window, items, parameters)
         norm = self._clipped(parameters)
         if not math.isfinite(norm):
+            places = [one for share in window for one in share.places]
             self._stop("gradient", name_without_numbers(named), places)
         self._tell("on_pre_optimizer_step")
         self.optimizer.step()
@@ -486,6 +567,54 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.state.global_step += 1
         self._sums.loss += total
+
+    def _backward(
+        self, window: Sequence[_Share], items: int, parameters: Sequence[Tensor]
+    ) -> float:
+        """Return the loss of all labels of a step, whose gradients the parameters have then."""
+        self.weights.train(True)
+        total, broken, depends = 0.0, list[int](), False
+        for number, share in enumerate(window):
+            key = self.args.seed, _OF_STEP, self.state.global_step, number, *self._rank_key
+            part = self._forwards.part(is_last=number == len(window) - 1)
+            with keyed_randomness(*key, device=self.model.device), part:
+                loss, reads = self._forwards.run(partial(self._joined_loss, share.batch, items))
+                depends = depends or reads
+                own = loss if share.counts else loss * 0
+                if not bool(torch.isfinite(loss.detach())):
+                    broken += share.places
+                if own.requires_grad:
+                    # Of gradients the processes take the mean, and the sum is wanted.
+                    (own * self._ranks.count).backward()
+            total += float(own.detach())
+            if number < len(window) - 1:
+                self._tell("on_substep_end")
+        total, faults, graphs = self._ranks.sums([total, float(len(broken)), float(depends)])
+        if faults or not math.isfinite(total):
+            self._stop("loss", None, broken)
+        if not graphs or all(one.grad is None for one in parameters):
+            raise RequestError(
+                "the loss does not depend on what is trained",
+                wanted=f"a gradient of {next(iter(self.weights.named()))}, say",
+                got="none",
+                do="Call model(**batch) in a loss of your own: batch says with which adapter",
+            )
+        return total
+
+    def _items_of(self, window: Sequence[_Share]) -> int:
+        """Return how many labels a step of all processes has, and count the ids that it reads."""
+        own = [share for share in window if share.counts]
+        labels = sum(self._labels_of(share.batch) for share in own)
+        ids = sum(_ids_of(share.batch) for share in own)
+        items, read = (int(one) for one in self._ranks.sums([labels, ids]))
+        self.state.num_input_tokens_seen += read
+        if not items:
+            raise RequestError(
+                f"step {self.state.global_step + 1} has no label to learn from",
+                got=f"examples {[share.places for share in window]}",
+                do="Look at the data with trainer.check(), or take larger steps",
+            )
+        return items
 
     def _labels_of(self, batch: Batch) -> int:
         """Return how many labels of a batch are learned: the first of a row has nothing before it,
@@ -528,6 +657,18 @@ class Trainer:
             outputs = self.model(**batch, **told, num_items_in_batch=items)
             return outputs.loss, outputs.logits
 
+    def _joined_loss(self, batch: Batch, items: int) -> tuple[Tensor, bool]:
+        """Return the loss of a batch, and whether it depends on what is trained.
+
+        Where it does not, it has a graph all the same among several processes: the others wait for
+        gradients of this one too.
+        """
+        loss, _ = self._loss(batch, items)
+        depends = loss.requires_grad
+        if not depends and self._ranks.count > 1:
+            loss = sum((one.sum() * 0 for one in self.weights.named().values()), loss)
+        return loss, depends
+
     def _autocast(self) -> AbstractContextManager[object]:
         if not self.args.bf16:
             return nullcontext()
@@ -536,18 +677,14 @@ class Trainer:
     def _required_loss(self, loss: object) -> Tensor:
         """Return a loss that a caller's code gave; RequestError where it is none."""
         if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
-            return loss.reshape(())
+            return loss.sum() if loss.dim() else loss
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else shown(loss)
         wanted = "a tensor of one float, the sum over labels divided by num_items_in_batch"
         raise RequestError("the loss of your own is none", wanted=wanted, got=got)
 
-    def _require_finite(self, loss: Tensor, places: Sequence[int]) -> None:
-        if not bool(torch.isfinite(loss.detach())):
-            self._stop("loss", None, [places])
-
-    def _stop(self, what: str, name: str | None, places: Sequence[Sequence[int]]) -> NoReturn:
+    def _stop(self, what: str, name: str | None, places: Sequence[int]) -> NoReturn:
         self.optimizer.zero_grad(set_to_none=True)
-        numbers = [one for batch in places for one in batch]
+        numbers = [one for each in self._ranks.told(list(places)) for one in each]
         held = checkpoints_in(self.args.folder)
         raise TrainingError(
             f"the {what} of step {self.state.global_step + 1} is no number",
@@ -561,9 +698,17 @@ class Trainer:
     def _clipped(self, parameters: Sequence[Tensor]) -> float:
         """Return the norm of all gradients, which are shorter than `max_grad_norm` afterwards."""
         most = self.args.max_grad_norm or math.inf
-        return float(torch.nn.utils.clip_grad_norm_(parameters, most))
+        norm: Any = torch.nn.utils.clip_grad_norm_(parameters, most)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     # --- what happens between steps ---------------------------------------------------------------
+
+    def _agree(self) -> None:
+        """Do what a callback wishes in any process."""
+        wishes = vars(self.control)
+        found = self._ranks.any_of([bool(one) for one in wishes.values()])
+        for name, wished in zip(list(wishes), found, strict=True):
+            setattr(self.control, name, wished)
 
     def _follow(self) -> None:
         """Log, evaluate and save, where callbacks asked for it."""
@@ -577,7 +722,9 @@ class Trainer:
             control.should_log = False
         if control.should_evaluate:
             metrics = self.evaluate()
+            metrics = self._ranks.once(lambda: metrics)  # callbacks may have changed them
             better = self._judge(metrics)
+            self._agree()
             control.should_evaluate = False
             if self.args.save_strategy == "best":
                 control.should_save = better
@@ -632,8 +779,7 @@ class Trainer:
 
     def _last_metrics(self, seconds: float, steps: int, tokens: int) -> dict[str, float]:
         whole = self._sums.whole + self._sums.loss
-        samples = steps * self.args.per_device_train_batch_size
-        samples *= self.args.gradient_accumulation_steps
+        samples = steps * self._step_size
         metrics = {
             "train_runtime": seconds,
             "train_samples_per_second": samples / max(seconds, 1e-9),
@@ -642,6 +788,7 @@ class Trainer:
         }
         if self.args.include_num_input_tokens_seen:
             metrics["train_tokens_per_second"] = tokens / max(seconds, 1e-9)
+        metrics = self._ranks.once(lambda: metrics)
         self._log(metrics)
         return metrics
 
@@ -653,8 +800,9 @@ class Trainer:
         An adapter is written as PEFT does, a model as transformers does.
         """
         folder = Path(output_dir or self.args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._save_into(folder)
+        with self._ranks.answering(self._what_is_whole):
+            self._ranks.once(lambda: folder.mkdir(parents=True, exist_ok=True))
+            self._save_into(folder)
         return folder
 
     def export(
@@ -670,7 +818,12 @@ class Trainer:
         as in "mine.Q4_K_M.gguf" (`everystep.export_gguf`); another makes a folder that transformers
         loads, of `dtype`, the weights' own type, or float32 where they are stored in codes.
         """
-        target, adapters = Path(target), self.weights.adapter_names
+        with self._ranks.answering(self._what_is_whole), self._forwards.whole():
+            self._ranks.once(lambda: self._export(Path(target), format, dtype))
+        return Path(target)
+
+    def _export(self, target: Path, format: GgufFormat | None, dtype: torch.dtype | None) -> None:
+        adapters = self.weights.adapter_names
         if self.model.module is not None:
             raise UnsupportedError(
                 "a module is written by its own library",
@@ -684,7 +837,8 @@ class Trainer:
             if not isinstance(tokenizer, Tokenizer):
                 wanted, got = "a tokenizer of everystep.load", type(tokenizer).__name__
                 raise RequestError("a GGUF file holds a tokenizer", wanted=wanted, got=got)
-            return export_gguf(self.model, tokenizer, target, format, adapters=adapters)
+            export_gguf(self.model, tokenizer, target, format, adapters=adapters)
+            return
         if format is not None:
             do = "Give a name that ends in .gguf"
             raise RequestError(f"the format {format} is of a GGUF file", got=str(target), do=do)
@@ -693,11 +847,26 @@ class Trainer:
             dtype = torch.float32
         self.model.save_pretrained(target, dtype=dtype, adapters=adapters)
         self._save_tokenizer(target)
-        return target
 
     def _save_into(self, folder: Path) -> None:
-        self.weights.save(folder)
-        self._save_tokenizer(folder)
+        """Write what is trained, which all processes do together, and the tokenizer."""
+        if self.args.shards:
+            self._save_parts(folder)
+        else:
+            self._ranks.once(lambda: self.weights.save(folder))
+        self._ranks.once(lambda: self._save_tokenizer(folder))
+
+    def _save_parts(self, folder: Path) -> None:
+        """Write weights that lie in parts: each process a file of some of them, one at a time."""
+        model, ranks = self.model, self._ranks
+        if not isinstance(model.core, Model):
+            raise InvariantError("weights of another library lie in parts")
+        part = WeightsPart(ranks.number, ranks.count)
+        with ExitStack() as begun:
+            place = ranks.once(lambda: str(begun.enter_context(begun_folder(folder))))
+            fault = save_part(model.core, model.generation_config, Path(place), part)
+            ranks.together(lambda: _require_none(fault))
+            ranks.once(begun.close)
 
     def _save_tokenizer(self, folder: Path) -> None:
         save = getattr(self.processing_class, "save_pretrained", None)
@@ -716,32 +885,39 @@ class Trainer:
             "whole": sums.whole,
             "place": [self._place.epoch, self._place.steps],
             "schedule": None if only_model else self.lr_scheduler.state_dict(),
+            "step_size": self._step_size,
         }
         optimizer = None if only_model else self.optimizer.state_dict()
-        self.args.folder.mkdir(parents=True, exist_ok=True)
         kept = KeptRun(self.state.to_dict(), optimizer, more)
-        write_checkpoint(folder, self._save_into, kept)
-        best = self.state.best_model_checkpoint
-        keep_newest(self.args.folder, self.args.save_total_limit, best)
+        write_checkpoint(folder, self._save_into, kept, self._ranks)
+        best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+        self._ranks.once(lambda: keep_newest(self.args.folder, limit, best))
         self._tell("on_save")
 
     def _go_on_from(self, folder: Path, plan: _Plan) -> None:
-        kept = read_kept_run(folder)
-        state = TrainerState.of(kept.state)
-        for name in ("max_steps", "train_batch_size"):
-            if getattr(state, name) != getattr(self.state, name):
+        trained = [one for group in self.optimizer.param_groups for one in group["params"]]
+        kept = read_kept_run(
+            folder, lambda number, *given: self._forwards.lay(trained[number], *given)
+        )
+        state, more = TrainerState.of(kept.state), kept.more
+        then = {"max_steps": state.max_steps, "number of examples in a step": more["step_size"]}
+        now = {"max_steps": self.state.max_steps, "number of examples in a step": self._step_size}
+        for name, wanted in then.items():
+            if now[name] != wanted:
                 raise RequestError(
                     f"the checkpoint {folder} is of a run of another {name}",
-                    wanted=getattr(state, name),
-                    got=getattr(self.state, name),
-                    do="Pass the arguments and data of the run that wrote it",
+                    wanted=wanted,
+                    got=now[name],
+                    do="Pass the arguments and data of the run that wrote it; with another number "
+                    "of processes change per_device_train_batch_size or "
+                    "gradient_accumulation_steps, so that a step has as many examples",
                 )
         self.weights.restore(folder)
         self.optimizer.load_state_dict(dict(kept.optimizer or {}))
         self.lr_scheduler.load_state_dict(kept.more["schedule"])
         self.state = state
+        self._know_ranks()
         self._callbacks.load_states(state.stateful_callbacks)
-        more = kept.more
         self._sums = _Sums(more["loss"], more["logged_step"], more["whole"])
         self._place = _Place(*more["place"])
         if self.args.ignore_data_skip:
@@ -751,7 +927,8 @@ class Trainer:
         """Take the weights of the best checkpoint, where that was asked for."""
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None:
-            self.weights.restore(require_whole(Path(best)))
+            self._ranks.once(lambda: str(require_whole(Path(best))))
+            self.weights.restore(Path(best))
 
     # --- evaluation -------------------------------------------------------------------------------
 
@@ -769,6 +946,10 @@ class Trainer:
         if not sets:
             do = "Pass eval_dataset"
             raise RequestError("there is nothing to evaluate", wanted="eval_dataset", do=do)
+        with self._ranks.answering(self._what_is_whole):
+            return self._evaluate(sets)
+
+    def _evaluate(self, sets: Mapping[str, TrainingRows]) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for prefix, rows in sets.items():
             metrics.update(self._evaluated(rows, prefix).metrics)
@@ -776,17 +957,31 @@ class Trainer:
         told: dict[str, Any] = {"metrics": metrics}
         if self._sample_prompts:
             asked = list(self._sample_prompts)
-            texts = self.generate(asked, do_sample=False, max_new_tokens=_SAMPLE_TOKENS)
+            texts = self._samples(asked)
             told["samples"] = self.samples = [*zip(asked, texts, strict=True)]
         self._tell("on_evaluate", **told)
         return metrics
+
+    def _samples(self, asked: list[Prompt]) -> list[str]:
+        """Return what the first process writes after each prompt."""
+        model, own = self._generating()
+        given = {**own, "do_sample": False, "max_new_tokens": _SAMPLE_TOKENS}
+        tokenizer = self.processing_class
+        made = self._ranks.once(lambda: [*generate(model, tokenizer, asked, **given)])
+        return [str(one) for one in made]
+
+    def _generating(self) -> tuple[LanguageModel, dict[str, Any]]:
+        """Return a model with the weights of now, gathered where they lie in parts, and options."""
+        with self._forwards.whole():
+            return self.weights.generating()
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
         """Return predictions of a data set, its labels, and its metrics under a prefix."""
         rows = self._rows(test_dataset)
         if rows is None:
             raise RequestError("there is nothing to predict", wanted="test_dataset")
-        found = self._evaluated(rows, metric_key_prefix, keeps=True)
+        with self._ranks.answering(self._what_is_whole):
+            found = self._evaluated(rows, metric_key_prefix, keeps=True)
         self._tell("on_predict", metrics=found.metrics)
         return found
 
@@ -809,13 +1004,14 @@ class Trainer:
             self.weights.train(training)
         metrics = {f"{prefix}_loss": loss}
         if seen is not None:
-            metrics |= self._own_metrics(seen, prefix)
+            metrics |= self._ranks.once(lambda: self._own_metrics(seen, prefix))
         seconds = max(time.monotonic() - began, 1e-9)
         metrics |= {
             f"{prefix}_runtime": seconds,
             f"{prefix}_samples_per_second": len(rows) / seconds,
             f"{prefix}_steps_per_second": batches / seconds,
         }
+        metrics = self._ranks.once(lambda: metrics)
         if seen is None:
             return PredictionOutput(None, None, metrics)
         return PredictionOutput(seen.predictions, seen.label_ids, metrics, seen.texts)
@@ -829,20 +1025,39 @@ class Trainer:
         total, items = 0.0, 0
         logits: list[Tensor] = []
         labels: list[Tensor] = []
-        size = self.args.per_device_eval_batch_size * rows.per_example
+        size = self.args.per_device_eval_batch_size * self._ranks.count * rows.per_example
         order = batches_of(range(len(rows)), size)
         for number, places in enumerate(order):
-            batch = self._fetched(rows, places, 0, number)
-            own = self._labels_of(batch)
-            loss, found = self._loss(batch, max(own, 1), wants_logits=wants_logits)
+            share = self._share(rows, places, 0, number)
+            own = self._labels_of(share.batch) if share.counts else 0
+            call = partial(self._loss, share.batch, max(own, 1), wants_logits=wants_logits)
+            loss, found = self._forwards.run(call)
             if wants_logits:
-                logits.append(self._logits(batch) if found is None else found)
-                labels.append(batch["labels"])
+                if found is None:
+                    found = self._forwards.run(partial(self._logits, share.batch))
+                logits.append(self._of_all(found, len(places), rows.per_example, share))
+                given = share.batch["labels"]
+                labels.append(self._of_all(given, len(places), rows.per_example, share))
             if own:
                 total += float(loss) * own
                 items += own
             self._tell("on_prediction_step")
-        return total / max(items, 1), logits, labels, len(order)
+        total, learned = self._ranks.sums([total, items])
+        return total / max(learned, 1), logits, labels, len(order)
+
+    def _of_all(self, own: Tensor, count: int, each: int, share: _Share) -> Tensor:
+        """Return (count, T, ...) what all processes have of the rows of a batch, of own ones (B, T,
+        ...), filled up with -100."""
+        if self._ranks.count == 1:
+            return own
+        parts = self._ranks.gathered(own if share.counts else own[:0])
+        length = max(one.shape[1] for one in parts if len(one))
+        found = own.new_full((count, length, *own.shape[2:]), NO_LABEL, device="cpu")
+        for number, part in enumerate(parts):
+            for row in range(len(part)):
+                place = (number + row // each * self._ranks.count) * each + row % each
+                found[place, : part.shape[1]] = part[row]
+        return found
 
     def _logits(self, batch: Batch) -> Tensor:
         inputs = {name: one for name, one in batch.items() if name != "labels"}
@@ -857,14 +1072,23 @@ class Trainer:
         for number, row in enumerate(rows):
             read = read_row(row, f"evaluation example {number}", aligned=not source)
             asked.append(asked_of(read, number, source))
-        model, options = self.weights.generating()
+        places = self._ranks.own(range(len(asked)))
+        model, options = self._generating()
         args = self.args
         given: dict[str, Any] = {"generation_config": args.generation_config}
         given |= {"max_new_tokens": args.generation_max_length}
         given |= {"num_beams": args.generation_num_beams}
         options |= {name: one for name, one in given.items() if one is not None}
-        options.setdefault("seed", args.seed)
-        answers = answers_of(model, self.processing_class, asked, options)
+        # Each prompt's own, whichever process it comes to.
+        options["seed"] = [seed_of(args.seed, one) for one in places]
+        own = [asked[one] for one in places]
+        answers = answers_of(model, self.processing_class, own, options) if own else []
+        if self._ranks.count > 1:
+            each = self._ranks.told([as_json(one) for one in answers])
+            told = (each[one % len(each)][one // len(each)] for one in range(len(asked)))
+            answers = [of_json(one) for one in told]
+        if self._ranks.is_first:
+            warn_of_cut(answers)
         return predicted(asked, answers, self.processing_class)
 
     def _own_metrics(self, seen: EvalPrediction, prefix: str) -> dict[str, float]:
@@ -892,7 +1116,7 @@ class Trainer:
         `n`: continuations of each prompt, which are sampled where it is above 1. Modes, gradients
         and global generators stay as they are.
         """
-        model, own = self.weights.generating()
+        model, own = self._generating()
         if n > 1:
             options = {"do_sample": True, "num_return_sequences": n, **options}
         return generate(model, self.processing_class, prompts, **{**own, **options})
@@ -910,6 +1134,18 @@ def _prompts(given: object) -> tuple[Prompt, ...]:
             wanted = "a list of texts, or of conversations"
             raise RequestError("sample_prompts are no prompts", wanted=wanted, got=shown(given))
     return tuple(found)
+
+
+def _require_none(fault: Exception | None) -> None:
+    if fault is not None:
+        raise fault
+
+
+def _ids_of(batch: Batch) -> int:
+    """Return how many ids of a batch are no padding."""
+    if "attention_mask" in batch:
+        return int(batch["attention_mask"].sum())
+    return batch["input_ids"].numel() if "input_ids" in batch else 0
 
 
 def _lengths(rows: TrainingRows, most: int) -> list[int]:

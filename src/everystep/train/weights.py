@@ -20,6 +20,8 @@ from everystep.adapters import AdapterConfig, PeftAdapter
 from everystep.api.load import load_model
 from everystep.api.model import LanguageModel
 from everystep.errors import RequestError, UnsupportedError, shown
+from everystep.models import Model
+from everystep.models.decoder import Decoder
 from everystep.train.checkpoints import copy_into
 
 TRAINED = "trained.safetensors"
@@ -38,6 +40,15 @@ class TrainedWeights(ABC):
     def adapter_names(self) -> tuple[str, ...]:
         """The adapters that make the model what was trained."""
         return ()
+
+    @property
+    def may_be_unused(self) -> bool:
+        """True if there are weights that some batches do not reach, as those of experts."""
+        core = self.model.core
+        if not isinstance(core, Model) or not isinstance(core.network, Decoder):
+            return True
+        layers = core.network.spec.layers
+        return bool(core.encoders or core.tower) or any(one.experts for one in layers)
 
     @abstractmethod
     def named(self) -> dict[str, Tensor]:
@@ -63,6 +74,11 @@ class TrainedWeights(ABC):
     def generating(self) -> tuple[LanguageModel, dict[str, Any]]:
         """Return a model that generates with their values of now, and options of each call."""
 
+    def held(self) -> list[Tensor]:
+        """Return the tensors in which processes that train together have to agree: those that are
+        trained, and what a model has beside them that could be."""
+        return list(self.named().values())
+
     def count(self) -> int:
         """Return how many numbers are trained."""
         return sum(one.numel() for one in self.named().values())
@@ -80,6 +96,9 @@ class OwnWeights(TrainedWeights):
 
     def named(self) -> dict[str, Tensor]:
         return {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+
+    def held(self) -> list[Tensor]:
+        return [one for _, one in self.model.named_parameters()]
 
     def arguments(self, *, wants_logits: bool) -> dict[str, Any]:
         return {**_NO_CACHE, "output_logits": wants_logits}
@@ -153,6 +172,9 @@ class ModuleWeights(TrainedWeights):
     def named(self) -> dict[str, Tensor]:
         return {name: one for name, one in self.model.named_parameters() if one.requires_grad}
 
+    def held(self) -> list[Tensor]:
+        return [one for _, one in self.model.named_parameters()]
+
     def arguments(self, *, wants_logits: bool) -> dict[str, Any]:
         return dict(_NO_CACHE)
 
@@ -215,8 +237,12 @@ def trained_weights(
 
 
 def name_without_numbers(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the first name whose gradient is not all numbers, None where all are."""
+    """Return the first name whose gradient, of this process's part, is not all numbers, None where
+    all are."""
     for name, one in tensors.items():
-        if one.grad is not None and not bool(torch.isfinite(one.grad).all()):
-            return name
+        grad: Any = one.grad
+        if grad is not None:
+            own = grad.to_local() if hasattr(grad, "to_local") else grad
+            if not bool(torch.isfinite(own).all()):
+                return name
     return None

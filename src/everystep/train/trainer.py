@@ -896,9 +896,13 @@ class Trainer:
 
     def _go_on_from(self, folder: Path, plan: _Plan) -> None:
         trained = [one for group in self.optimizer.param_groups for one in group["params"]]
-        kept = read_kept_run(
-            folder, lambda number, *given: self._forwards.lay(trained[number], *given)
-        )
+
+        def laid(number: int, *given: Any) -> Tensor:
+            # What a run of other trained weights kept beyond these is refused below.
+            of = trained[number] if number < len(trained) else None
+            return self._forwards.lay(of, *given)
+
+        kept = read_kept_run(folder, laid)
         state, more = TrainerState.of(kept.state), kept.more
         then = {"max_steps": state.max_steps, "number of examples in a step": more["step_size"]}
         now = {"max_steps": self.state.max_steps, "number of examples in a step": self._step_size}

@@ -30,6 +30,7 @@ from everystep.api.saving import WeightsPart, begun_folder, save_part
 from everystep.config.kinds import is_number
 from everystep.draws import seed_of
 from everystep.errors import (
+    FormatError,
     InvariantError,
     RequestError,
     TrainingError,
@@ -897,12 +898,18 @@ class Trainer:
     def _go_on_from(self, folder: Path, plan: _Plan) -> None:
         trained = [one for group in self.optimizer.param_groups for one in group["params"]]
 
-        def laid(number: int, *given: Any) -> Tensor:
-            # What a run of other trained weights kept beyond these is refused below.
-            of = trained[number] if number < len(trained) else None
-            return self._forwards.lay(of, *given)
+        def lay(number: int, *given: Any) -> Tensor:
+            """Return what the optimizer keeps of a tensor, as this process holds that."""
+            if number >= len(trained):
+                raise FormatError(
+                    f"the checkpoint {folder} is of another model or other trained weights",
+                    wanted=f"{len(trained)} tensors",
+                    got="more",
+                    do="Make the model and the Trainer as in the run that wrote it",
+                )
+            return self._forwards.lay(trained[number], *given)
 
-        kept = read_kept_run(folder, laid)
+        kept = read_kept_run(folder, lay)
         state, more = TrainerState.of(kept.state), kept.more
         then = {"max_steps": state.max_steps, "number of examples in a step": more["step_size"]}
         now = {"max_steps": self.state.max_steps, "number of examples in a step": self._step_size}

@@ -24,7 +24,7 @@ _NEXT = """serving {model} on {address}
   from openai import OpenAI
   client = OpenAI(base_url="{address}/v1", api_key="none")
 
-  every field: {address}/openapi.json - Ctrl-C ends it"""
+  a page to talk on: {address}/ - every field: {address}/openapi.json - Ctrl-C ends it"""
 
 _LIBRARIES = ("starlette", "uvicorn", "msgspec", "prometheus_client", "python_multipart")
 _access = "Who may ask"

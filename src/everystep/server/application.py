@@ -37,6 +37,7 @@ from everystep.server.asking import (
     read_score,
     rendered_text,
 )
+from everystep.server.chat_page import PAGE_PATHS, page_response
 from everystep.server.documents import openapi
 from everystep.server.exchange import (
     OPENAI_FORM,
@@ -68,7 +69,7 @@ from everystep.server.services import GeneratingRoute, generating_routes
 
 log = logging.getLogger("everystep.server")
 
-_OPEN = ("/health", "/ready")
+_OPEN = ("/health", "/ready", *PAGE_PATHS)
 """Routes that need no key."""
 
 
@@ -90,7 +91,7 @@ class Front:
         self.kept = KeptResponses()
         self.draining = False
         self.open = 0
-        self._created = int(time.time())
+        self._created, self._began = int(time.time()), time.monotonic()
         self.application = Starlette(routes=self._routes(), middleware=self._shared())
 
     def _shared(self) -> list[Middleware]:
@@ -132,6 +133,8 @@ class Front:
             get("/metrics", self._metrics),
             get("/openapi.json", self._openapi),
             get("/version", self._told_version),
+            get("/v1/everystep/load", self._load),
+            *(get(path, _page) for path in PAGE_PATHS),
             Route("/{rest:path}", Responder(self, _nowhere), methods=[*_METHODS]),
         ]
 
@@ -420,6 +423,12 @@ class Front:
         kind = "text/plain; version=0.0.4; charset=utf-8"
         await exchange.send(Response(self.metrics.shown(), media_type=kind))
 
+    async def _load(self, exchange: Exchange) -> None:
+        link = self.link
+        told = {"ready": link.ready, "running": link.running, "waiting": link.waiting}
+        spent = {"generated_tokens": link.tokens, "seconds": time.monotonic() - self._began}
+        await exchange.answer({**told, "rows": link.rows, **spent})
+
     async def _openapi(self, exchange: Exchange) -> None:
         await exchange.answer(openapi())
 
@@ -428,6 +437,10 @@ class Front:
 
 
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD")
+
+
+async def _page(exchange: Exchange) -> None:
+    await exchange.send(page_response(exchange.request.url.path))
 
 
 async def _nowhere(exchange: Exchange) -> None:
@@ -535,7 +548,8 @@ class Responder:
             raise HttpError(
                 403, "The Host header names another server. Allow it with --allow-host."
             )
-        if (origin := headers.get("origin")) is not None and origin not in settings.origins:
+        own = f"{exchange.request.url.scheme}://{headers.get('host', '')}"
+        if headers.get("origin") not in (None, own, *settings.origins):
             raise HttpError(403, "Pages of this origin may not ask. Allow it with --allow-origin.")
         path = exchange.request.url.path
         if settings.keys and path not in _OPEN:

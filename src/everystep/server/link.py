@@ -160,18 +160,19 @@ class Asking:
             return 0
         return len(ask.prompt) if isinstance(ask, Ask) else sum(map(len, ask.rows))
 
-    def tell(self, message: News) -> None:
-        """Hand a message to the reader, unless an earlier engine's was the same."""
+    def tell(self, message: News) -> bool:
+        """Hand a message to the reader; return False where an earlier engine's was the same."""
         if isinstance(message, RowNews):
             self.seen[message.index] += 1
             if self.seen[message.index] <= self.told[message.index]:
-                return
+                return False
             self.told[message.index] += 1
         if isinstance(message, Begun):
             again, self.waiting = not self.waiting, False
             if again:
-                return
+                return False
         self.news.put_nowait(message)
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,8 @@ class QueueLimits:
 class EngineLink:
     """The engine, as the front knows it.
 
-    `models`: those it has said that it serves, by name, once `ready` is true.
+    `models`: those it has said that it serves, by name, once `ready` is true. `tokens`: how many
+    were made until now, as far as they were told.
     """
 
     def __init__(
@@ -205,7 +207,7 @@ class EngineLink:
         self._seconds = 1.0  # of an ask, the mean of the last ones
         self.rows = 1
         self.positions: int | None = None
-        self.restarts = 0
+        self.restarts = self.tokens = 0
         self.process: int | None = None
         self.models: dict[str, ModelFacts] = {}
 
@@ -377,7 +379,7 @@ class EngineLink:
         if isinstance(message, Tokens):
             for row in message.rows:
                 if (one := self._asking.get(row.id)) is not None:
-                    one.tell(row)
+                    self.tokens += one.tell(row) and row.token >= 0
             return
         if (one := self._asking.get(message.id)) is None:
             return
@@ -387,7 +389,10 @@ class EngineLink:
             del self._asking[message.id]
             self._seconds += 0.1 * (time.monotonic() - one.since - self._seconds)
             over = message.results if isinstance(message, Over) else None
-            self._leave_line(one, one.made if over is None else sum(len(r.tokens) for r in over))
+            made = one.made if over is None else sum(len(r.tokens) for r in over)
+            if not (isinstance(one.ask, Ask) and one.ask.streams):  # of others tokens were told
+                self.tokens += made
+            self._leave_line(one, made)
         one.tell(message)
 
     def _give_up_fatal(self) -> None:

@@ -546,6 +546,8 @@ READ_ONLY: Mapping[str, str] = {
     "/v1/files/{id}/content": "The bytes of a file.",
     "/v1/everystep/runs/{id}": "A run as it stands; DELETE ends it.",
     "/v1/batches/{id}": "A batch; POST to `/v1/batches/{id}/cancel` ends it.",
+    "/": "A page for people: a conversation, the models and the load.",
+    "/v1/everystep/load": "Asks that run and wait, rows, and tokens made since the start.",
     "/health": "200 while the engine lives, else 503.",
     "/ready": "200 while requests are taken, else 503.",
     "/metrics": "Counters and histograms, as Prometheus reads them.",

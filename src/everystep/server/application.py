@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -54,6 +55,7 @@ from everystep.server.line import LinePlace
 from everystep.server.link import EngineGone, EngineLink, News
 from everystep.server.messages import Begun, Failed, Likelihoods, Over, RowNews, ScoredTexts
 from everystep.server.metrics import ServerMetrics
+from everystep.server.pictures import shows_pictures
 from everystep.server.quotas import QuotaError
 from everystep.server.responses_wire import KeptResponses, count_input_tokens
 from everystep.server.routes import (
@@ -73,6 +75,9 @@ _OPEN = ("/health", "/ready", *PAGE_PATHS)
 """Routes that need no key."""
 
 
+_MOST_HELD = 512 << 20
+"""Bytes of pictures that requests under way may hold together."""
+Read = TypeVar("Read")
 Answerer = Callable[[Exchange], Awaitable[None]]
 
 
@@ -90,7 +95,8 @@ class Front:
         self.metrics = ServerMetrics()
         self.kept = KeptResponses()
         self.draining = False
-        self.open = 0
+        self.open = self._held = 0
+        self.seeing = asyncio.Semaphore(1)  # around what decodes pictures and sounds
         self._created, self._began = int(time.time()), time.monotonic()
         self.application = Starlette(routes=self._routes(), middleware=self._shared())
 
@@ -155,9 +161,37 @@ class Front:
         given, to = await self._read(exchange, service.route)
         if self.settings.deadline is not None:
             given["timeout"] = min(given.get("timeout", 1e9), self.settings.deadline)
-        # In a thread: templates and long texts take their time, which is nobody else's.
-        wanted = await asyncio.to_thread(service.read, given, to, exchange.caller)
-        self._require_room(sum(len(ids) for ids, _ in wanted.prompts), len(wanted.prompts))
+        wanted = await self._aside(given, service.read, given, to, exchange.caller)
+        self.require_room(sum(len(ids) for ids, _ in wanted.prompts), len(wanted.prompts))
+        with self.holding(sum(len(one.data) for one in wanted.pictures)):
+            await self._answer(exchange, service, wanted)
+
+    async def _aside(
+        self, given: Mapping[str, Json], read: Callable[..., Read], *arguments: object
+    ) -> Read:
+        """Return what a body asks for, read in a thread: templates and long texts take their time,
+        which is nobody else's. Bodies with pictures are read one after another, since each of them
+        takes much memory."""
+        if not shows_pictures(given.get("messages")):
+            return await asyncio.to_thread(read, *arguments)
+        async with self.seeing:
+            return await asyncio.to_thread(read, *arguments)
+
+    @contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """Hold pictures of so many bytes while the body runs; 429 where there are too many."""
+        if size and self._held and self._held + size > _MOST_HELD:
+            self.metrics.rejections.inc()
+            text = "too many pictures wait"
+            raise HttpError(429, text, code="queue_full", retry=self.link.pause())
+        self._held += size
+        try:
+            yield
+        finally:
+            self._held -= size
+
+    async def _answer(self, exchange: Exchange, service: GeneratingRoute, wanted: Wanted) -> None:
+        to = wanted.to
         head = Head(f"{service.prefix}{exchange.id}", to.name)
         if wanted.stream and service.streamed is not None:
             await exchange.stream(self._chunks(wanted, service.streamed(wanted, head)))
@@ -171,7 +205,7 @@ class Front:
                 elif isinstance(message, Over):
                     _refuse_late(message)
                     answer.end(number, message)
-        self._count(to, answer.usage.prompt, answer.usage.cached, answer.usage.completion)
+        self.count(to, answer.usage.prompt, answer.usage.cached, answer.usage.completion)
         warnings = {"warnings": [*notices]} if notices else {}
         await exchange.answer(answer.shown() | warnings)
 
@@ -200,7 +234,7 @@ class Front:
             raise
         for chunk in answer.closing():
             yield chunk
-        self._count(wanted.to, answer.usage.prompt, answer.usage.cached, answer.usage.completion)
+        self.count(wanted.to, answer.usage.prompt, answer.usage.cached, answer.usage.completion)
 
     async def _timed(
         self, news: AsyncGenerator[tuple[int, News], None], answer: Streamed
@@ -241,7 +275,7 @@ class Front:
             while left:
                 number, message = await news.get()
                 if isinstance(message, Failed):
-                    raise self._failure(message, wanted)
+                    raise self.failure(message, wanted)
                 if isinstance(message, RowNews) and message.kind in ("error", "cancelled"):
                     continue  # `Failed` says it next
                 left -= isinstance(message, Over)
@@ -251,12 +285,14 @@ class Front:
                 one.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
 
-    def _failure(self, message: Failed, wanted: Wanted | None) -> HttpError:
+    def failure(self, message: Failed, wanted: Wanted | None) -> HttpError:
+        """Return the error that says what failed, with fields named as the request named them."""
         text = message.text if wanted is None else wanted.respelled(message.text)
         retry = self.link.pause() if message.status in (429, 503) else None
         return HttpError(message.status, text, retry=retry)
 
-    def _require_room(self, positions: int, asks: int) -> None:
+    def require_room(self, positions: int, asks: int) -> None:
+        """Raise HttpError where so many more ids and asks are too many to wait."""
         if not self.link.ready:
             raise HttpError(503, "the engine is being started", code="engine_starting", retry=2)
         caller = calling()
@@ -289,7 +325,8 @@ class Front:
                     do=do,
                 )
 
-    def _count(self, to: Addressee, prompt: int, cached: int, completion: int) -> None:
+    def count(self, to: Addressee, prompt: int, cached: int, completion: int) -> None:
+        """Count the tokens of an answer."""
         self.metrics.prompt.labels(to.name).inc(prompt)
         self.metrics.cached.labels(to.name).inc(cached)
         self.metrics.generated.labels(to.name).inc(completion)
@@ -316,11 +353,11 @@ class Front:
 
         def ids() -> list[int]:
             if messages is not None:
-                return read_messages(given, to)[0]
+                return read_messages(given, to).ids
             special = given.get("add_special_tokens", True)
             return list(tokenizer.encode(str(text), add_special_tokens=special))
 
-        found = await asyncio.to_thread(ids)
+        found = await self._aside(given, ids)
         answer = {"count": len(found), "max_model_len": to.facts.context, "tokens": found}
         if given.get("return_token_strs"):
             answer["token_strs"] = [tokenizer.decode([one]) for one in found]
@@ -328,7 +365,7 @@ class Front:
 
     async def _apply_template(self, exchange: Exchange) -> None:
         given, to = await self._read(exchange, APPLY_TEMPLATE)
-        text = await asyncio.to_thread(rendered_text, given, to)
+        text = await self._aside(given, rendered_text, given, to)
         await exchange.answer({"prompt": text})
 
     async def _tokenizer_info(self, exchange: Exchange) -> None:
@@ -349,7 +386,7 @@ class Front:
 
     async def _count_tokens(self, exchange: Exchange) -> None:
         given, to = await self._read(exchange, COUNT_TOKENS)
-        found = await asyncio.to_thread(count_tokens, given, to)
+        found = await self._aside(given, count_tokens, given, to)
         await exchange.answer({"input_tokens": found})
 
     async def _input_tokens(self, exchange: Exchange) -> None:
@@ -375,11 +412,11 @@ class Front:
     async def _score(self, exchange: Exchange) -> None:
         given, to = await self._read(exchange, SCORE)
         ask = await asyncio.to_thread(read_score, given, to, self.link.next_number())
-        self._require_room(sum(map(len, ask.rows)), 1)
+        self.require_room(sum(map(len, ask.rows)), 1)
         async with aclosing(self.link.follow(ask)) as news:
             async for message in news:
                 if isinstance(message, Failed):
-                    raise self._failure(message, None)
+                    raise self.failure(message, None)
                 if isinstance(message, ScoredTexts):
                     scores = [_shown_score(one) for one in message.rows]
                     await exchange.answer({"object": "list", "model": to.name, "data": scores})

@@ -155,7 +155,7 @@ class Exchange:
         if kind != "application/json":
             raise HttpError(415, "The body is not application/json.")
         raw = await self._bytes()
-        self._listening = asyncio.create_task(self._listen())
+        self.listen()
         self.is_long = len(raw) > 1 << 16
         try:
             decode = msgspec.json.decode
@@ -199,6 +199,10 @@ class Exchange:
             yield piece
             if not message.get("more_body"):
                 return
+
+    def listen(self) -> None:
+        """Listen from now on, when the body was read, whether the client is still there."""
+        self._listening = asyncio.create_task(self._listen())
 
     async def _listen(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

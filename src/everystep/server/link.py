@@ -31,6 +31,8 @@ from everystep.server.messages import (
     Ask,
     Begun,
     Failed,
+    HearAsk,
+    Heard,
     Leave,
     ModelFacts,
     Over,
@@ -53,8 +55,8 @@ log = logging.getLogger("everystep.server")
 _FATAL = 2
 """Deaths of an engine after which an ask that was under way is given up."""
 _LONGEST_PAUSE = 10.0
-News = RowNews | Begun | Over | ScoredTexts | RunNews | RunOver | Failed
-AnyAsk = Ask | ScoreAsk | RunAsk
+News = RowNews | Begun | Over | ScoredTexts | Heard | RunNews | RunOver | Failed
+AnyAsk = Ask | ScoreAsk | HearAsk | RunAsk
 
 
 class EngineGone(EverystepError, RuntimeError):
@@ -156,7 +158,7 @@ class Asking:
     def size(self) -> int:
         """The number of its prompt's ids."""
         ask = self.ask
-        if isinstance(ask, RunAsk):
+        if isinstance(ask, RunAsk | HearAsk):
             return 0
         return len(ask.prompt) if isinstance(ask, Ask) else sum(map(len, ask.rows))
 
@@ -281,7 +283,8 @@ class EngineLink:
     async def follow(
         self, ask: AnyAsk, place: LinePlace | None = None
     ) -> AsyncGenerator[News, None]:
-        """Yield what becomes of an ask, `Over`, `ScoredTexts`, `RunOver` or `Failed` last.
+        """Yield what becomes of an ask, `Over`, `ScoredTexts`, `Heard`,
+        `RunOver` or `Failed` last.
 
         A prompt waits in line, at its place. Leaving the iterator ends the ask.
         """
@@ -297,7 +300,7 @@ class EngineLink:
             while True:
                 message = await one.news.get()
                 yield message
-                if isinstance(message, Over | ScoredTexts | RunOver | Failed):
+                if isinstance(message, Over | ScoredTexts | Heard | RunOver | Failed):
                     return
         finally:
             if self._asking.pop(ask.id, None) is not None:
@@ -385,7 +388,7 @@ class EngineLink:
             return
         if isinstance(message, RunOver):
             del self._asking[message.id]
-        elif isinstance(message, Over | ScoredTexts | Failed):
+        elif isinstance(message, Over | ScoredTexts | Heard | Failed):
             del self._asking[message.id]
             self._seconds += 0.1 * (time.monotonic() - one.since - self._seconds)
             over = message.results if isinstance(message, Over) else None
@@ -398,7 +401,7 @@ class EngineLink:
     def _give_up_fatal(self) -> None:
         """Fail what several engines died with, and what cannot be done again alike."""
         for one in self._asking.values():
-            one.deaths += not one.waiting or isinstance(one.ask, ScoreAsk)
+            one.deaths += not one.waiting or isinstance(one.ask, ScoreAsk | HearAsk)
         self._fail_all("the engine died while it worked on this", always=False)
 
     def _fail_all(self, text: str, *, always: bool) -> None:
@@ -414,7 +417,7 @@ def repeats(ask: AnyAsk) -> bool:
     and no clock ends it. What is done to a run is lost with it."""
     if isinstance(ask, RunAsk):
         return False
-    if isinstance(ask, ScoreAsk):
+    if isinstance(ask, ScoreAsk | HearAsk):
         return True
     timed = any(ask.keywords.get(name) is not None for name in ("timeout", "max_time"))
     return not timed and ask.keywords.get("seed") is not None

@@ -55,9 +55,9 @@ async def serve(settings: ServeSettings, tell: Callable[[str, str], None]) -> No
     `tell`: called with the address and the first model's name once requests are taken.
     """
     front_settings = settings.front()
-    sources = settings.sources()
+    sources, pictures = settings.sources(), settings.pictures()
     fronts = {
-        name: await asyncio.to_thread(front_model, source, offline=settings.offline)
+        name: await asyncio.to_thread(front_model, source, pictures, offline=settings.offline)
         for name, source in sources.items()
     }
     listening = bound(settings)

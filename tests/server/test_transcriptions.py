@@ -7,6 +7,7 @@ import re
 import threading
 import wave
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from everystep.errors import OversizeError
 from everystep.server import host
 from everystep.server.application import Front
 from everystep.server.asking import FrontModel
+from everystep.server.exchange import FrontSettings
 from everystep.server.host import HostedModel
-from everystep.server.link import EngineLink, ThreadMooring
+from everystep.server.link import EngineLink, QueueLimits, ThreadMooring
 from everystep.server.local import listening
 from everystep.server.messages import HeardPart
 from everystep.server.service import ServedBeside
@@ -219,6 +221,34 @@ def test_a_client_that_leaves_ends_the_work(
     assert idle(listener)
     monkeypatch.undo()
     assert asked(listener).status_code == 200
+
+
+def test_sounds_that_wait_are_bounded_and_a_deadline_ends_one(
+    listener: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hears, goes = threading.Event(), threading.Event()
+    transcribe = host.transcribe
+
+    def held(*given: Any, **more: Any) -> Any:
+        hears.set()
+        goes.wait(60)
+        return transcribe(*given, **more)
+
+    monkeypatch.setattr(host, "transcribe", held)
+    monkeypatch.setattr(listener.front.link, "_limits", QueueLimits(requests=1))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(asked, listener)
+        assert hears.wait(60)
+        answer = asked(listener)
+        assert answer.status_code == 429 and "retry-after" in answer.headers
+        goes.set()
+        assert first.result().status_code == 200
+    goes.clear()
+    monkeypatch.setattr(listener.front, "settings", FrontSettings(deadline=0.2))
+    answer = asked(listener)
+    goes.set()
+    assert answer.status_code == 408 and answer.json()["error"]["code"] == "deadline"
+    assert idle(listener)
 
 
 def test_the_documents_have_the_form(listener: Served) -> None:

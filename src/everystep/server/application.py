@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from everystep._version import __version__
 from everystep.errors import CapacityError, EverystepError, OversizeError, RequestError
 from everystep.server.access import key_of
-from everystep.server.answering import Head, Streamed, finite
+from everystep.server.answering import Head, Streamed, Usage, finite
 from everystep.server.anthropic_wire import ANTHROPIC_FORM, count_tokens
 from everystep.server.asking import (
     CALLER,
@@ -54,7 +54,7 @@ from everystep.server.inside import INSIDE
 from everystep.server.line import LinePlace
 from everystep.server.link import EngineGone, EngineLink, News
 from everystep.server.messages import Begun, Failed, Likelihoods, Over, RowNews, ScoredTexts
-from everystep.server.metrics import ServerMetrics
+from everystep.server.metrics import RequestWatch, ServerMetrics
 from everystep.server.pictures import shows_pictures
 from everystep.server.quotas import QuotaError
 from everystep.server.responses_wire import KeptResponses, count_input_tokens
@@ -68,6 +68,7 @@ from everystep.server.routes import (
     RouteTable,
 )
 from everystep.server.services import GeneratingRoute, generating_routes
+from everystep.server.tracing import RequestTrace
 
 log = logging.getLogger("everystep.server")
 
@@ -75,6 +76,7 @@ _OPEN = ("/health", "/ready", *PAGE_PATHS)
 """Routes that need no key."""
 
 
+_LOAD = "/v1/everystep/load"
 _MOST_HELD = 512 << 20
 """Bytes of pictures that requests under way may hold together."""
 Read = TypeVar("Read")
@@ -92,7 +94,7 @@ class Front:
     ) -> None:
         self.link, self.models = link, models
         self.settings = settings or FrontSettings()
-        self.metrics = ServerMetrics()
+        self.metrics = ServerMetrics(vllm=self.settings.vllm_metrics)
         self.kept = KeptResponses()
         self.draining = False
         self.open = self._held = 0
@@ -139,7 +141,7 @@ class Front:
             get("/metrics", self._metrics),
             get("/openapi.json", self._openapi),
             get("/version", self._told_version),
-            get("/v1/everystep/load", self._load),
+            get(_LOAD, self._load),
             *(get(path, _page) for path in PAGE_PATHS),
             Route("/{rest:path}", Responder(self, _nowhere), methods=[*_METHODS]),
         ]
@@ -158,13 +160,25 @@ class Front:
     # --- generating -------------------------------------------------------------------------------
 
     async def _generate(self, exchange: Exchange, service: GeneratingRoute) -> None:
+        tracing = self.settings.tracing
+        if tracing is None:
+            await self._generate_traced(exchange, service, None)
+            return
+        with tracing.request(exchange.request.headers, service.prefix) as trace:
+            await self._generate_traced(exchange, service, trace)
+
+    async def _generate_traced(
+        self, exchange: Exchange, service: GeneratingRoute, trace: RequestTrace | None
+    ) -> None:
         given, to = await self._read(exchange, service.route)
         if self.settings.deadline is not None:
             given["timeout"] = min(given.get("timeout", 1e9), self.settings.deadline)
         wanted = await self._aside(given, service.read, given, to, exchange.caller)
+        if trace is not None:
+            trace.asked(wanted)
         self.require_room(sum(len(ids) for ids, _ in wanted.prompts), len(wanted.prompts))
         with self.holding(sum(len(one.data) for one in wanted.pictures)):
-            await self._answer(exchange, service, wanted)
+            await self._answer(exchange, service, wanted, trace)
 
     async def _aside(
         self, given: Mapping[str, Json], read: Callable[..., Read], *arguments: object
@@ -190,14 +204,32 @@ class Front:
         finally:
             self._held -= size
 
-    async def _answer(self, exchange: Exchange, service: GeneratingRoute, wanted: Wanted) -> None:
+    async def _answer(
+        self,
+        exchange: Exchange,
+        service: GeneratingRoute,
+        wanted: Wanted,
+        trace: RequestTrace | None,
+    ) -> None:
         to = wanted.to
         head = Head(f"{service.prefix}{exchange.id}", to.name)
+        most = wanted.keywords.get("max_new_tokens")
+        watch = RequestWatch(self.metrics, to.name, most, wanted.n)
+
+        def over(usage: Usage) -> None:
+            self.count(to, usage.prompt, usage.cached, usage.completion)
+            if trace is not None:
+                trace.answered(head.id, usage, watch.reasons, watch.first)
+
         if wanted.stream and service.streamed is not None:
-            await exchange.stream(self._chunks(wanted, service.streamed(wanted, head)))
+            streamed = service.streamed(wanted, head)
+            failure = await exchange.stream(self._chunks(wanted, streamed, watch))
+            over(streamed.usage)
+            if trace is not None and failure is not None:
+                trace.failed(failure)
             return
         answer, notices = service.whole(wanted, head), dict[str, None]()
-        async with aclosing(self._follow(wanted)) as news:
+        async with aclosing(self._follow(wanted, watch)) as news:
             async for number, message in news:
                 if isinstance(message, Begun):
                     notices |= dict.fromkeys(message.notices)
@@ -205,15 +237,17 @@ class Front:
                 elif isinstance(message, Over):
                     _refuse_late(message)
                     answer.end(number, message)
-        self.count(to, answer.usage.prompt, answer.usage.cached, answer.usage.completion)
+        over(answer.usage)
         warnings = {"warnings": [*notices]} if notices else {}
         await exchange.answer(answer.shown() | warnings)
 
-    async def _chunks(self, wanted: Wanted, answer: Streamed) -> AsyncGenerator[Json, None]:
+    async def _chunks(
+        self, wanted: Wanted, answer: Streamed, watch: RequestWatch
+    ) -> AsyncGenerator[Json, None]:
         """Yield the chunks of a stream, the first one once the engine has begun."""
         opened = False
         try:
-            async with aclosing(self._timed(self._follow(wanted), answer)) as news:
+            async with aclosing(self._follow(wanted, watch)) as news:
                 async for number, message in news:
                     if not opened:
                         opened = True
@@ -234,22 +268,10 @@ class Front:
             raise
         for chunk in answer.closing():
             yield chunk
-        self.count(wanted.to, answer.usage.prompt, answer.usage.cached, answer.usage.completion)
 
-    async def _timed(
-        self, news: AsyncGenerator[tuple[int, News], None], answer: Streamed
+    async def _follow(
+        self, wanted: Wanted, watch: RequestWatch
     ) -> AsyncGenerator[tuple[int, News], None]:
-        """Yield news as they come, and count how long tokens took."""
-        last = time.monotonic()
-        async with aclosing(news):
-            async for number, message in news:
-                if isinstance(message, RowNews):
-                    now, first = time.monotonic(), answer.usage.completion == 0
-                    (self.metrics.first if first else self.metrics.between).observe(now - last)
-                    last = now
-                yield number, message
-
-    async def _follow(self, wanted: Wanted) -> AsyncGenerator[tuple[int, News], None]:
         """Yield what becomes of every prompt, with its number; raise what one of them fails with.
 
         Leaving the iterator ends them all.
@@ -274,6 +296,7 @@ class Front:
             left = len(asks)
             while left:
                 number, message = await news.get()
+                watch.note(number, message)
                 if isinstance(message, Failed):
                     raise self.failure(message, wanted)
                 if isinstance(message, RowNews) and message.kind in ("error", "cancelled"):
@@ -327,9 +350,9 @@ class Front:
 
     def count(self, to: Addressee, prompt: int, cached: int, completion: int) -> None:
         """Count the tokens of an answer."""
-        self.metrics.prompt.labels(to.name).inc(prompt)
-        self.metrics.cached.labels(to.name).inc(cached)
-        self.metrics.generated.labels(to.name).inc(completion)
+        self.metrics.count("prompt_tokens", to.name, prompt)
+        self.metrics.count("prompt_tokens_cached", to.name, cached)
+        self.metrics.count("generation_tokens", to.name, completion)
 
     async def _read(
         self, exchange: Exchange, route: RouteTable
@@ -453,12 +476,10 @@ class Front:
         await exchange.answer({"status": "ready"})
 
     async def _metrics(self, exchange: Exchange) -> None:
-        self.metrics.running.set(self.link.running)
-        self.metrics.waiting.set(self.link.waiting)
         self.metrics.ready.set(self.link.ready)
         self.metrics.restarts.set(self.link.restarts)
         kind = "text/plain; version=0.0.4; charset=utf-8"
-        await exchange.send(Response(self.metrics.shown(), media_type=kind))
+        await exchange.send(Response(self.metrics.shown(self.link.load()), media_type=kind))
 
     async def _load(self, exchange: Exchange) -> None:
         link = self.link
@@ -543,10 +564,10 @@ class Responder:
             self._front.open -= 1
             exchange.stop_listening()
             seconds = time.monotonic() - began
-            self._front.metrics.whole.observe(seconds)
             self._front.metrics.answers.labels(str(exchange.status)).inc()
             path = exchange.request.url.path if exchange.status != 404 else "(unknown)"
-            log.info("%s %s %s %.3fs", exchange.id, path, exchange.status, seconds)
+            level = logging.DEBUG if path == _LOAD else logging.INFO  # the page asks for it often
+            log.log(level, "%s %s %s %.3fs", exchange.id, path, exchange.status, seconds)
 
     async def _race(self, exchange: Exchange) -> None:
         """Answer, and stop where the client goes first."""

@@ -228,6 +228,14 @@ class EngineLink:
         """The number of asks that have not begun."""
         return sum(one.waiting for one in self._asking.values())
 
+    def load(self) -> dict[str, tuple[int, int]]:
+        """Return how many asks have begun, and how many have not, by model."""
+        found = {name: [0, 0] for name in self.models}
+        for one in self._asking.values():
+            if not isinstance(one.ask, RunAsk) and one.ask.model in found:
+                found[one.ask.model][one.waiting] += 1
+        return {name: (running, waiting) for name, (running, waiting) in found.items()}
+
     def pause(self) -> int:
         """Return after how many seconds a place in the line is likely to be free."""
         return max(1, min(60, round(self._seconds * (1 + self.waiting) / self.rows)))
@@ -271,7 +279,8 @@ class EngineLink:
 
     def require_room(self, positions: int, more: int = 1) -> None:
         """Raise CapacityError if so many more asks, of so many ids, are too many to wait."""
-        waiting = sum(line.asked for line in self._lines.values())
+        beside = sum(isinstance(one.ask, ScoreAsk | HearAsk) for one in self._asking.values())
+        waiting = beside + sum(line.asked for line in self._lines.values())
         line = sum(line.positions for line in self._lines.values())
         if waiting + more > self._limits.requests and waiting:
             wanted = f"at most {self._limits.requests}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,6 +63,8 @@ class Service:
         await self.front.link.close()
         if self.batches is not None:
             self.batches.files.close()
+        if self.front.settings.tracing is not None:
+            await asyncio.to_thread(self.front.settings.tracing.close)
 
     async def pause(self) -> None:
         """Stop what nobody waits for, so that a drained server has nothing under way."""

@@ -28,6 +28,7 @@ from everystep.server.link import QueueLimits
 from everystep.server.pictures import PictureLimits
 from everystep.server.quotas import Quota, QuotaBook, read_key_quotas
 from everystep.server.service import ServedBeside
+from everystep.server.tracing import Tracing, require_otel
 from everystep.server.transcriptions import MOST_SECONDS
 from everystep.text import Tokenizer
 
@@ -40,7 +41,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     a public address. `drain_seconds`: what a stop waits for. `files`: the folder of batch files.
     `max_picture_pixels`: of all pictures of a request, as they are sent. `max_pixels`: of a picture
     as it is read, None for what the model's files say. `max_sound_seconds`: of a sound that is
-    written down. `quota`: that of keys without one of their
+    written down. `vllm_metrics`: metrics have vLLM's names too. `otlp_endpoint`: where spans of
+    requests are sent. `quota`: that of keys without one of their
     own; `quotas`: by name or digest of a key.
     """
 
@@ -68,6 +70,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache_dtype: str | None = None
     threads: int | None = None
     offline: bool = False
+    vllm_metrics: bool = False
+    otlp_endpoint: str | None = None
     files: str | None = None
     max_picture_pixels: int = 40_000_000
     max_pixels: int | None = None
@@ -125,6 +129,10 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise RequestError(f"{name} is impossible", wanted="at least 1024", got=value)
         return PictureLimits(self.max_picture_pixels, self.max_pixels)
 
+    def tracing(self) -> Tracing | None:
+        """Return where spans of requests go, None for nowhere; a thread sends them."""
+        return None if self.otlp_endpoint is None else Tracing.exporting(self.otlp_endpoint)
+
     def beside(self) -> ServedBeside:
         """Return what is served beside generating."""
         most = self.max_sound_seconds
@@ -146,11 +154,14 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
                 got=f"host {self.host}",
                 do="Give --api-key or --key-file, or --public-without-key if everybody may ask",
             )
+        if self.otlp_endpoint is not None:
+            require_otel(self.otlp_endpoint)
         return FrontSettings(
             keys=Keys(digests),
             hosts=Hosts(self.allow_hosts),
             origins=tuple(self.allow_origins),
             deadline=self.deadline,
+            vllm_metrics=self.vllm_metrics,
         )
 
 

@@ -89,12 +89,18 @@ class TranscriptionRoutes:
         return to
 
     async def _heard(self, ask: HearAsk) -> Heard:
-        async with aclosing(self._front.link.follow(ask)) as news:
-            async for message in news:
-                if isinstance(message, Failed):
-                    raise self._front.failure(message, None)
-                if isinstance(message, Heard):
-                    return message
+        front = self._front
+        try:
+            async with asyncio.timeout(front.settings.deadline):
+                async with aclosing(front.link.follow(ask)) as news:
+                    async for message in news:
+                        if isinstance(message, Failed):
+                            raise front.failure(message, None)
+                        if isinstance(message, Heard):
+                            return message
+        except TimeoutError:
+            what = "The deadline passed before the end of the sound."
+            raise HttpError(408, what, code="deadline") from None
         raise HttpError(503, "the engine has gone", retry=2)
 
 

@@ -22,6 +22,7 @@ from everystep.errors import MissingExtraError
 from everystep.files.hub import DEFAULT_ACCESS, HubId, fetch_file
 from everystep.files.picture_files import require_pillow
 from everystep.processors.grammars.vocabulary import library
+from everystep.server.tracing import require_otel
 from everystep.text.sentencepiece_model import read_pieces as read_piece_file
 from tests import conftest
 from tests.reading import ROOT, nodes, sources
@@ -72,6 +73,11 @@ NEEDS: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     "soundfile": ("audio", "a.mp3", read_music),
     "pyarrow.parquet": ("train", "data.parquet", read_columns),
     "uvicorn": ("server", "everystep serve", lambda _: require_server()),
+    "opentelemetry.sdk.trace": (
+        "otel",
+        "--otlp-endpoint",
+        lambda _: require_otel("http://localhost:4318"),
+    ),
     "textual": ("tui", "everystep inspect --tui", lambda _: require_textual()),
     "anywidget": ("notebook", "a page in a notebook", show_cell),
 }

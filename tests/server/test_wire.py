@@ -239,4 +239,4 @@ def test_what_shows_how_it_goes(server: Served) -> None:
     text = server.client.get("/metrics").text
     assert 'everystep_generation_tokens_total{model_name="tiny"}' in text
     assert 'everystep_http_responses_total{status="200"}' in text
-    assert "everystep_num_requests_running 0.0" in text
+    assert 'everystep_num_requests_running{model_name="tiny"} 0.0' in text

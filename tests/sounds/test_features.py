@@ -15,8 +15,15 @@ import torch
 from transformers import WhisperFeatureExtractor as Theirs
 
 import everystep as es
-from everystep.errors import EverystepError, FormatError, RequestError, UnsupportedError
+from everystep.errors import (
+    EverystepError,
+    FormatError,
+    OversizeError,
+    RequestError,
+    UnsupportedError,
+)
 from everystep.sounds.features import mel_filters
+from everystep.sounds.sound_files import read_sound_bytes
 
 RATE = 16000
 # transformers sums in float32 where torch is installed, which shows where a mel is quiet.
@@ -112,9 +119,15 @@ def test_other_files_are_read_by_soundfile(tmp_path: Path, monkeypatch: pytest.M
         es.read_sound(path)
     known: Any = types.ModuleType("soundfile")
     known.LibsndfileError = OSError
+    known.info = lambda _: types.SimpleNamespace(frames=3, samplerate=RATE)
     known.read = lambda *_, **__: (np.full((3, 2), 0.5, np.float32), RATE)
     monkeypatch.setitem(sys.modules, "soundfile", known)
     assert es.read_sound(path).tolist() == [0.5] * 3
+    data = path.read_bytes()
+    assert read_sound_bytes(data, most_seconds=1.0).tolist() == [0.5] * 3
+    known.read = lambda *_, **__: pytest.fail("it was decoded")
+    with pytest.raises(OversizeError, match="too long"):
+        read_sound_bytes(data, most_seconds=1e-5)
 
 
 def _cut(path: Path) -> None:

@@ -38,11 +38,13 @@ _OURS = {
 
 @dataclass(frozen=True, slots=True)
 class Spoken:
-    """A stretch of a sound from `start` to `end`, in seconds, and what is said in it."""
+    """A stretch of a sound from `start` to `end`, in seconds, and what is said in it; `ids`: what
+    was written for it."""
 
     text: str
     start: float
     end: float
+    ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ def transcribe(
     for name, do in _OURS.items():
         if dict(options).get(name) is not None:
             raise RequestError(f"transcribe takes no {name}", got=shown(options), do=do)
-    extractor = extractor or _usual_extractor(model)
+    extractor = extractor or usual_extractor(model)
     listed = sound if isinstance(sound, list | tuple) else [sound]
     samples = [_samples(one, extractor) for one in listed]
     if not samples:
@@ -142,7 +144,7 @@ def transcribe(
     return ordered if listed is sound else ordered[0]
 
 
-def _usual_extractor(model: LanguageModel) -> WhisperFeatureExtractor:
+def usual_extractor(model: LanguageModel) -> WhisperFeatureExtractor:
     """Return what makes features of the size that the model reads, all else as usual."""
     channels, span = cast(Model, model.core).network.source_shape
     usual = WhisperFeatureExtractor()
@@ -192,13 +194,14 @@ def _transcript(
     """Return what was said in a sound of so many seconds, `apart` by timestamps or as a whole."""
     ids = [token for segment in one.segments for token in segment["tokens"].tolist()]
     text = _text(ids, speech, tokenizer)
-    parts = [Spoken(text, 0.0, round(seconds, 2))]
+    parts = [Spoken(text, 0.0, round(seconds, 2), tuple(ids))]
     if apart:
         parts = [
             Spoken(
                 _text(segment["tokens"].tolist(), speech, tokenizer),
                 round(min(segment["start"], seconds), 2),
                 round(min(segment["end"], seconds), 2),
+                tuple(segment["tokens"].tolist()),
             )
             for segment in one.segments
         ]

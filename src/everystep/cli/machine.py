@@ -17,6 +17,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         *("starlette", "uvicorn", "msgspec"),
         *("prometheus-client", "httptools", "uvloop", "python-multipart"),
     ),
+    "otel": ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),
     "tui": ("textual",),
     "notebook": ("anywidget",),
 }

@@ -24,11 +24,12 @@ _NEXT = """serving {model} on {address}
   from openai import OpenAI
   client = OpenAI(base_url="{address}/v1", api_key="none")
 
-  every field: {address}/openapi.json - Ctrl-C ends it"""
+  a page to talk on: {address}/ - every field: {address}/openapi.json - Ctrl-C ends it"""
 
 _LIBRARIES = ("starlette", "uvicorn", "msgspec", "prometheus_client", "python_multipart")
 _access = "Who may ask"
 _load = "Load"
+_seen = "What operators see"
 Named = Annotated[
     list[str] | None,
     typer.Option("--model", "-m", metavar="NAME=SOURCE", help="Serve a further model. Repeatable."),
@@ -120,6 +121,16 @@ def serve(
         Path | None,
         typer.Option(metavar="DIR", help="Take batch files, and keep them in this folder."),
     ] = None,
+    vllm_metrics: Annotated[
+        bool,
+        typer.Option("--vllm-metrics", help="Metrics by vLLM's names too.", rich_help_panel=_seen),
+    ] = False,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Send spans of requests there, by OTLP.", rich_help_panel=_seen
+        ),
+    ] = None,
     quantize: o.Quantize = None,
     cache_dtype: o.CacheDtypeOption = None,
     offline: o.Offline = False,
@@ -145,6 +156,8 @@ def serve(
         "deadline": deadline,
         "threads": threads,
         "files": None if files is None else str(files),
+        "vllm_metrics": vllm_metrics or None,
+        "otlp_endpoint": otlp_endpoint,
         "quantize": None if quantize is None else quantize.value,
         "cache_dtype": None if cache_dtype is None else cache_dtype.value,
         "offline": offline or context.obj or None,

@@ -41,26 +41,26 @@ def is_data_url(source: object) -> bool:
     return isinstance(source, str) and source[:5].lower() == "data:"
 
 
-def read_picture(source: PictureLike) -> Image:
+def read_picture(source: PictureLike, most: int = MOST_PIXELS) -> Image:
     """Read the picture in a file, or one of Pillow's, in RGB with 8 bits per channel.
 
-    FormatError for what is no picture, is broken, holds several, or has more than MOST_PIXELS by
+    FormatError for what is no picture, is broken, holds several, or has more than `most` pixels by
     its header, before any is decoded. MissingExtraError without Pillow.
     """
     pillow = require_pillow()
     if isinstance(source, pillow.Image):
         with _refused(pillow, "the picture"):
-            return _converted(source, "the picture")
+            return _converted(source, "the picture", most)
     if isinstance(source, str) and is_data_url(source):
         source = _bytes_of_url(source)
     if isinstance(source, bytes):
-        return _opened(pillow, io.BytesIO(source), "the picture", len(source))
+        return _opened(pillow, io.BytesIO(source), "the picture", len(source), most)
     if not isinstance(source, str | os.PathLike):
         wanted, got = "a path, bytes or an Image of Pillow", type(source).__name__
         raise RequestError("this is no picture", wanted=wanted, got=got)
     path = Path(source)
     with open_regular(path) as file:
-        return _opened(pillow, file, str(path), size_of(file))
+        return _opened(pillow, file, str(path), size_of(file), most)
 
 
 def _bytes_of_url(url: str) -> bytes:
@@ -87,12 +87,12 @@ def _bytes_of_url(url: str) -> bytes:
     return bytes(found)
 
 
-def _opened(pillow: Any, file: Any, name: str, size: int) -> Image:
-    """Read the picture in an open file of so many bytes."""
+def _opened(pillow: Any, file: Any, name: str, size: int, most: int) -> Image:
+    """Read the picture in an open file of so many bytes, with at most so many pixels."""
     if size > MOST_BYTES:
         raise FormatError(f"{name} is too large", wanted=f"at most {MOST_BYTES} bytes", got=size)
     with _refused(pillow, name), pillow.open(file, formats=FORMATS) as picture:
-        return _converted(picture, name)
+        return _converted(picture, name, most)
 
 
 @contextmanager
@@ -121,10 +121,10 @@ def require_pillow() -> Any:
     return Image
 
 
-def _converted(picture: Image, name: str) -> Image:
+def _converted(picture: Image, name: str, most: int) -> Image:
     width, height = picture.size
-    if width * height > MOST_PIXELS:
-        raise _too_many(name, f"{width} * {height}")
+    if width * height > most:
+        raise _too_many(name, f"{width} * {height}", most)
     if not width * height:
         raise FormatError(f"{name} has no pixels", got=f"{width} * {height}")
     if picture.mode.split(";")[0] in _DEEP:
@@ -145,8 +145,6 @@ def _holds_several(picture: Image) -> bool:
     return True
 
 
-def _too_many(name: str, got: str) -> FormatError:
+def _too_many(name: str, got: str, most: int = MOST_PIXELS) -> FormatError:
     do = "Scan or scale it to fewer"
-    return FormatError(
-        f"{name} has too many pixels", wanted=f"at most {MOST_PIXELS}", got=got, do=do
-    )
+    return FormatError(f"{name} has too many pixels", wanted=f"at most {most}", got=got, do=do)

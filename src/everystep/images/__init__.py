@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from everystep.images.picture_settings import PictureSettings, read_picture_settings
-from everystep.images.tokenizer import PictureTokenizer
+from everystep.images.tokenizer import PictureTokenizer, ScaledImage
 
-__all__ = ["PictureSettings", "PictureTokenizer", "read_picture_settings"]
+__all__ = ["PictureSettings", "PictureTokenizer", "ScaledImage", "read_picture_settings"]

@@ -12,19 +12,19 @@ from everystep.errors import FormatError, RequestError
 from everystep.files.picture_files import MOST_PIXELS, is_data_url, read_picture, require_pillow
 
 
-def read_image(given: Any) -> np.ndarray:
+def read_image(given: Any, most: int = MOST_PIXELS) -> np.ndarray:
     """(height, width, 3) bytes of a path, bytes, a `data:` URL, a Pillow image, an array (height,
     width, 1, 3 or 4) or (height, width), or a tensor (3, height, width).
 
-    Files are turned upright as their EXIF says. Errors as those of `read_picture`, and RequestError
-    for other things; nothing is fetched from the network.
+    `most`: pixels of a file. Files are turned upright as their EXIF says. Errors as those of
+    `read_picture`, and RequestError for other things; nothing is fetched from the network.
     """
     if isinstance(given, str) and not is_data_url(given) and "://" in given:
         do = "Download it, and pass the path or the bytes"
         raise RequestError("images are not fetched from the network", got=given[:100], do=do)
     if isinstance(given, torch.Tensor | np.ndarray | int | float | list | tuple | None):
         return _array(given)
-    picture = read_picture(given)
+    picture = read_picture(given, most)
     if isinstance(given, str | os.PathLike | bytes):
         from PIL import ImageOps
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from everystep.errors import FormatError, UnsupportedError, shown
+from everystep.errors import FormatError, RequestError, UnsupportedError, shown
 from everystep.files.strict_json import read_json
 from everystep.images.image_arrays import resized
 from everystep.images.sizes import image_size, video_size
@@ -58,9 +58,28 @@ class PictureSettings:
 
     def image(self, image: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
         """Cut an image (height, width, 3) of bytes into patches (n, values), and tell its grid."""
+        return self.patches(self.scaled(image))
+
+    def scaled(self, image: np.ndarray) -> np.ndarray:
+        """Return an image (height, width, 3) of bytes in the size in which it is read."""
         height, width = image.shape[:2]
         size = image_size(height, width, self.patch * self.merge, self.least, self.most)
-        return self._patches([resized(image, *size)] * self.frames)
+        return resized(image, *size)
+
+    def patches(self, scaled: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
+        """Return the patches (n, values) and the grid of an image that was scaled.
+
+        RequestError for one whose size is not of whole patches.
+        """
+        unit = self.patch * self.merge
+        if any(edge % unit or not edge for edge in scaled.shape[:2]):
+            wanted, got = f"multiples of {unit}", scaled.shape[:2]
+            raise RequestError("an image was scaled to another size", wanted=wanted, got=got)
+        return self._patches([scaled] * self.frames)
+
+    def features(self, scaled: np.ndarray) -> int:
+        """Return how many features an image that was scaled becomes."""
+        return int(scaled.shape[0] * scaled.shape[1]) // (self.patch * self.merge) ** 2
 
     def video(self, frames: list[np.ndarray]) -> tuple[np.ndarray, tuple[int, int, int]]:
         """Return the frames of a video as patches and a grid; the last one fills up the last

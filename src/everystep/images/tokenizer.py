@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -40,11 +41,18 @@ _FPS = 24.0
 
 
 @dataclass(frozen=True, eq=False)
-class _Prepared:
-    """A picture as the model reads it, and what stands for it in a text."""
+class ScaledImage:
+    """An image (height, width, 3) of bytes that already has the size in which it is read."""
 
-    patches: np.ndarray
-    grid: tuple[int, int, int]
+    pixels: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """A picture, and what stands for it in a text; `cut`: its patches and its grid, which are made
+    when somebody wants more than the ids."""
+
+    cut: Callable[[], tuple[np.ndarray, tuple[int, int, int]]]
     text: str
 
 
@@ -69,8 +77,9 @@ class _Pictures:
             (("pixel_values_videos", "video_grid_thw"), self.videos),
         ):
             if own:
-                encoding[names[0]] = torch.from_numpy(np.concatenate([one.patches for one in own]))
-                encoding[names[1]] = torch.tensor([one.grid for one in own])
+                patches, grids = zip(*(one.cut() for one in own), strict=True)
+                encoding[names[0]] = torch.from_numpy(np.concatenate(patches))
+                encoding[names[1]] = torch.tensor(grids)
 
 
 class PictureTokenizer(Tokenizer):
@@ -161,8 +170,9 @@ class PictureTokenizer(Tokenizer):
         )
 
     def _image(self, given: Any) -> _Prepared:
-        patches, grid = self.images.image(read_image(given))
-        return _Prepared(patches, grid, IMAGE_PAD * (len(patches) // self.images.merge**2))
+        own = self.images
+        scaled = given.pixels if isinstance(given, ScaledImage) else own.scaled(read_image(given))
+        return _Prepared(partial(own.patches, scaled), IMAGE_PAD * own.features(scaled))
 
     def _video(self, frames: Sequence[Any], source_fps: float) -> _Prepared:
         own = self.videos
@@ -177,7 +187,8 @@ class PictureTokenizer(Tokenizer):
         count = grid[1] * grid[2] // own.merge**2
         group = f"{START}{VIDEO_PAD * count}{END}"
         times = times_of(chosen, source_fps, own.frames)
-        return _Prepared(patches, grid, "".join(f"<{at:.1f} seconds>{group}" for at in times))
+        text = "".join(f"<{at:.1f} seconds>{group}" for at in times)
+        return _Prepared(lambda: (patches, grid), text)
 
     def __repr__(self) -> str:
         return described(self, "PictureTokenizer")

@@ -60,6 +60,9 @@ ANTHROPIC_FORM = WireForm(
     anthropic_error, anthropic_error, named=True, ping=b'event: ping\ndata: {"type":"ping"}\n\n'
 )
 
+_MEDIA = ("image/jpeg", "image/png", "image/webp")
+"""What pictures are; an animated GIF would be several."""
+
 
 # --- in -------------------------------------------------------------------------------------------
 
@@ -77,7 +80,7 @@ def read_message_body(given: Mapping[str, Json], to: Addressee, caller: Caller) 
 
 def count_tokens(given: Mapping[str, Json], to: Addressee) -> int:
     """Return how many tokens the prompt of a body has."""
-    return len(read_messages(_as_chat(given, to.front), to)[0])
+    return len(read_messages(_as_chat(given, to.front), to).ids)
 
 
 def _as_chat(given: Mapping[str, Json], front: FrontModel) -> dict[str, Json]:
@@ -157,12 +160,28 @@ def _asked(blocks: Sequence[Json], where: str) -> Iterator[dict[str, Json]]:
         elif kind == "text":
             parts.append({"type": "text", "text": _text([block], at)})
         elif kind == "image":
-            raise UnsupportedError(f"{at} is a picture, which is not read", do="Send texts")
+            parts.append(_image(block, at))
         else:
-            wanted = "text, tool_result"
+            wanted = "text, image, tool_result"
             raise RequestError(f"{at}.type is impossible", wanted=wanted, got=shown(kind)[:40])
     if parts:
         yield {"role": "user", "content": parts}
+
+
+def _image(block: Mapping[str, Json], where: str) -> dict[str, Json]:
+    """Return the part of a chat that a block with a picture stands for."""
+    require_fields(block, where, ("type", "source", "cache_control"))
+    at = f"{where}.source"
+    source = require_fields(block.get("source"), at, ("type", "media_type", "data", "url"))
+    media, data = source.get("media_type"), source.get("data")
+    if source.get("type") != "base64" or "url" in source:
+        wanted, got = "type base64, with media_type and data", shown(source.get("type"))[:40]
+        do = "Send the picture itself: nothing is fetched"
+        raise RequestError(f"{at}.type is impossible", wanted=wanted, got=got, do=do)
+    if media not in _MEDIA or not isinstance(data, str):
+        what, wanted = f"{at}.media_type is impossible", f"{', '.join(_MEDIA)}, with data"
+        raise RequestError(what, wanted=wanted, got=shown(media)[:40])
+    return {"type": "image_url", "image_url": {"url": f"data:{media};base64,{data}"}}
 
 
 def _result(block: Mapping[str, Json], where: str) -> dict[str, Json]:

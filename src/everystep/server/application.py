@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -22,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from everystep._version import __version__
 from everystep.errors import CapacityError, EverystepError, OversizeError, RequestError
 from everystep.server.access import key_of
-from everystep.server.answering import Head, Streamed, finite
+from everystep.server.answering import Head, Streamed, Usage, finite
 from everystep.server.anthropic_wire import ANTHROPIC_FORM, count_tokens
 from everystep.server.asking import (
     CALLER,
@@ -37,6 +38,7 @@ from everystep.server.asking import (
     read_score,
     rendered_text,
 )
+from everystep.server.chat_page import PAGE_PATHS, page_response
 from everystep.server.documents import openapi
 from everystep.server.exchange import (
     OPENAI_FORM,
@@ -52,7 +54,8 @@ from everystep.server.inside import INSIDE
 from everystep.server.line import LinePlace
 from everystep.server.link import EngineGone, EngineLink, News
 from everystep.server.messages import Begun, Failed, Likelihoods, Over, RowNews, ScoredTexts
-from everystep.server.metrics import ServerMetrics
+from everystep.server.metrics import RequestWatch, ServerMetrics
+from everystep.server.pictures import shows_pictures
 from everystep.server.quotas import QuotaError
 from everystep.server.responses_wire import KeptResponses, count_input_tokens
 from everystep.server.routes import (
@@ -65,13 +68,18 @@ from everystep.server.routes import (
     RouteTable,
 )
 from everystep.server.services import GeneratingRoute, generating_routes
+from everystep.server.tracing import RequestTrace
 
 log = logging.getLogger("everystep.server")
 
-_OPEN = ("/health", "/ready")
+_OPEN = ("/health", "/ready", *PAGE_PATHS)
 """Routes that need no key."""
 
 
+_LOAD = "/v1/everystep/load"
+_MOST_HELD = 512 << 20
+"""Bytes of pictures that requests under way may hold together."""
+Read = TypeVar("Read")
 Answerer = Callable[[Exchange], Awaitable[None]]
 
 
@@ -86,11 +94,12 @@ class Front:
     ) -> None:
         self.link, self.models = link, models
         self.settings = settings or FrontSettings()
-        self.metrics = ServerMetrics()
+        self.metrics = ServerMetrics(vllm=self.settings.vllm_metrics)
         self.kept = KeptResponses()
         self.draining = False
-        self.open = 0
-        self._created = int(time.time())
+        self.open = self._held = 0
+        self.seeing = asyncio.Semaphore(1)  # around what decodes pictures and sounds
+        self._created, self._began = int(time.time()), time.monotonic()
         self.application = Starlette(routes=self._routes(), middleware=self._shared())
 
     def _shared(self) -> list[Middleware]:
@@ -132,6 +141,8 @@ class Front:
             get("/metrics", self._metrics),
             get("/openapi.json", self._openapi),
             get("/version", self._told_version),
+            get(_LOAD, self._load),
+            *(get(path, _page) for path in PAGE_PATHS),
             Route("/{rest:path}", Responder(self, _nowhere), methods=[*_METHODS]),
         ]
 
@@ -149,18 +160,76 @@ class Front:
     # --- generating -------------------------------------------------------------------------------
 
     async def _generate(self, exchange: Exchange, service: GeneratingRoute) -> None:
+        tracing = self.settings.tracing
+        if tracing is None:
+            await self._generate_traced(exchange, service, None)
+            return
+        with tracing.request(exchange.request.headers, service.prefix) as trace:
+            await self._generate_traced(exchange, service, trace)
+
+    async def _generate_traced(
+        self, exchange: Exchange, service: GeneratingRoute, trace: RequestTrace | None
+    ) -> None:
         given, to = await self._read(exchange, service.route)
         if self.settings.deadline is not None:
             given["timeout"] = min(given.get("timeout", 1e9), self.settings.deadline)
-        # In a thread: templates and long texts take their time, which is nobody else's.
-        wanted = await asyncio.to_thread(service.read, given, to, exchange.caller)
-        self._require_room(sum(len(ids) for ids, _ in wanted.prompts), len(wanted.prompts))
+        wanted = await self._aside(given, service.read, given, to, exchange.caller)
+        if trace is not None:
+            trace.asked(wanted)
+        self.require_room(sum(len(ids) for ids, _ in wanted.prompts), len(wanted.prompts))
+        with self.holding(sum(len(one.data) for one in wanted.pictures)):
+            await self._answer(exchange, service, wanted, trace)
+
+    async def _aside(
+        self, given: Mapping[str, Json], read: Callable[..., Read], *arguments: object
+    ) -> Read:
+        """Return what a body asks for, read in a thread: templates and long texts take their time,
+        which is nobody else's. Bodies with pictures are read one after another, since each of them
+        takes much memory."""
+        if not shows_pictures(given.get("messages")):
+            return await asyncio.to_thread(read, *arguments)
+        async with self.seeing:
+            return await asyncio.to_thread(read, *arguments)
+
+    @contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """Hold pictures of so many bytes while the body runs; 429 where there are too many."""
+        if size and self._held and self._held + size > _MOST_HELD:
+            self.metrics.rejections.inc()
+            text = "too many pictures wait"
+            raise HttpError(429, text, code="queue_full", retry=self.link.pause())
+        self._held += size
+        try:
+            yield
+        finally:
+            self._held -= size
+
+    async def _answer(
+        self,
+        exchange: Exchange,
+        service: GeneratingRoute,
+        wanted: Wanted,
+        trace: RequestTrace | None,
+    ) -> None:
+        to = wanted.to
         head = Head(f"{service.prefix}{exchange.id}", to.name)
+        most = wanted.keywords.get("max_new_tokens")
+        watch = RequestWatch(self.metrics, to.name, most, wanted.n)
+
+        def over(usage: Usage) -> None:
+            self.count(to, usage.prompt, usage.cached, usage.completion)
+            if trace is not None:
+                trace.answered(head.id, usage, watch.reasons, watch.first)
+
         if wanted.stream and service.streamed is not None:
-            await exchange.stream(self._chunks(wanted, service.streamed(wanted, head)))
+            streamed = service.streamed(wanted, head)
+            failure = await exchange.stream(self._chunks(wanted, streamed, watch))
+            over(streamed.usage)
+            if trace is not None and failure is not None:
+                trace.failed(failure)
             return
         answer, notices = service.whole(wanted, head), dict[str, None]()
-        async with aclosing(self._follow(wanted)) as news:
+        async with aclosing(self._follow(wanted, watch)) as news:
             async for number, message in news:
                 if isinstance(message, Begun):
                     notices |= dict.fromkeys(message.notices)
@@ -168,15 +237,17 @@ class Front:
                 elif isinstance(message, Over):
                     _refuse_late(message)
                     answer.end(number, message)
-        self._count(to, answer.usage.prompt, answer.usage.cached, answer.usage.completion)
+        over(answer.usage)
         warnings = {"warnings": [*notices]} if notices else {}
         await exchange.answer(answer.shown() | warnings)
 
-    async def _chunks(self, wanted: Wanted, answer: Streamed) -> AsyncGenerator[Json, None]:
+    async def _chunks(
+        self, wanted: Wanted, answer: Streamed, watch: RequestWatch
+    ) -> AsyncGenerator[Json, None]:
         """Yield the chunks of a stream, the first one once the engine has begun."""
         opened = False
         try:
-            async with aclosing(self._timed(self._follow(wanted), answer)) as news:
+            async with aclosing(self._follow(wanted, watch)) as news:
                 async for number, message in news:
                     if not opened:
                         opened = True
@@ -197,22 +268,10 @@ class Front:
             raise
         for chunk in answer.closing():
             yield chunk
-        self._count(wanted.to, answer.usage.prompt, answer.usage.cached, answer.usage.completion)
 
-    async def _timed(
-        self, news: AsyncGenerator[tuple[int, News], None], answer: Streamed
+    async def _follow(
+        self, wanted: Wanted, watch: RequestWatch
     ) -> AsyncGenerator[tuple[int, News], None]:
-        """Yield news as they come, and count how long tokens took."""
-        last = time.monotonic()
-        async with aclosing(news):
-            async for number, message in news:
-                if isinstance(message, RowNews):
-                    now, first = time.monotonic(), answer.usage.completion == 0
-                    (self.metrics.first if first else self.metrics.between).observe(now - last)
-                    last = now
-                yield number, message
-
-    async def _follow(self, wanted: Wanted) -> AsyncGenerator[tuple[int, News], None]:
         """Yield what becomes of every prompt, with its number; raise what one of them fails with.
 
         Leaving the iterator ends them all.
@@ -237,8 +296,9 @@ class Front:
             left = len(asks)
             while left:
                 number, message = await news.get()
+                watch.note(number, message)
                 if isinstance(message, Failed):
-                    raise self._failure(message, wanted)
+                    raise self.failure(message, wanted)
                 if isinstance(message, RowNews) and message.kind in ("error", "cancelled"):
                     continue  # `Failed` says it next
                 left -= isinstance(message, Over)
@@ -248,12 +308,14 @@ class Front:
                 one.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
 
-    def _failure(self, message: Failed, wanted: Wanted | None) -> HttpError:
+    def failure(self, message: Failed, wanted: Wanted | None) -> HttpError:
+        """Return the error that says what failed, with fields named as the request named them."""
         text = message.text if wanted is None else wanted.respelled(message.text)
         retry = self.link.pause() if message.status in (429, 503) else None
         return HttpError(message.status, text, retry=retry)
 
-    def _require_room(self, positions: int, asks: int) -> None:
+    def require_room(self, positions: int, asks: int) -> None:
+        """Raise HttpError where so many more ids and asks are too many to wait."""
         if not self.link.ready:
             raise HttpError(503, "the engine is being started", code="engine_starting", retry=2)
         caller = calling()
@@ -286,10 +348,11 @@ class Front:
                     do=do,
                 )
 
-    def _count(self, to: Addressee, prompt: int, cached: int, completion: int) -> None:
-        self.metrics.prompt.labels(to.name).inc(prompt)
-        self.metrics.cached.labels(to.name).inc(cached)
-        self.metrics.generated.labels(to.name).inc(completion)
+    def count(self, to: Addressee, prompt: int, cached: int, completion: int) -> None:
+        """Count the tokens of an answer."""
+        self.metrics.count("prompt_tokens", to.name, prompt)
+        self.metrics.count("prompt_tokens_cached", to.name, cached)
+        self.metrics.count("generation_tokens", to.name, completion)
 
     async def _read(
         self, exchange: Exchange, route: RouteTable
@@ -313,11 +376,11 @@ class Front:
 
         def ids() -> list[int]:
             if messages is not None:
-                return read_messages(given, to)[0]
+                return read_messages(given, to).ids
             special = given.get("add_special_tokens", True)
             return list(tokenizer.encode(str(text), add_special_tokens=special))
 
-        found = await asyncio.to_thread(ids)
+        found = await self._aside(given, ids)
         answer = {"count": len(found), "max_model_len": to.facts.context, "tokens": found}
         if given.get("return_token_strs"):
             answer["token_strs"] = [tokenizer.decode([one]) for one in found]
@@ -325,7 +388,7 @@ class Front:
 
     async def _apply_template(self, exchange: Exchange) -> None:
         given, to = await self._read(exchange, APPLY_TEMPLATE)
-        text = await asyncio.to_thread(rendered_text, given, to)
+        text = await self._aside(given, rendered_text, given, to)
         await exchange.answer({"prompt": text})
 
     async def _tokenizer_info(self, exchange: Exchange) -> None:
@@ -346,7 +409,7 @@ class Front:
 
     async def _count_tokens(self, exchange: Exchange) -> None:
         given, to = await self._read(exchange, COUNT_TOKENS)
-        found = await asyncio.to_thread(count_tokens, given, to)
+        found = await self._aside(given, count_tokens, given, to)
         await exchange.answer({"input_tokens": found})
 
     async def _input_tokens(self, exchange: Exchange) -> None:
@@ -372,11 +435,11 @@ class Front:
     async def _score(self, exchange: Exchange) -> None:
         given, to = await self._read(exchange, SCORE)
         ask = await asyncio.to_thread(read_score, given, to, self.link.next_number())
-        self._require_room(sum(map(len, ask.rows)), 1)
+        self.require_room(sum(map(len, ask.rows)), 1)
         async with aclosing(self.link.follow(ask)) as news:
             async for message in news:
                 if isinstance(message, Failed):
-                    raise self._failure(message, None)
+                    raise self.failure(message, None)
                 if isinstance(message, ScoredTexts):
                     scores = [_shown_score(one) for one in message.rows]
                     await exchange.answer({"object": "list", "model": to.name, "data": scores})
@@ -413,12 +476,16 @@ class Front:
         await exchange.answer({"status": "ready"})
 
     async def _metrics(self, exchange: Exchange) -> None:
-        self.metrics.running.set(self.link.running)
-        self.metrics.waiting.set(self.link.waiting)
         self.metrics.ready.set(self.link.ready)
         self.metrics.restarts.set(self.link.restarts)
         kind = "text/plain; version=0.0.4; charset=utf-8"
-        await exchange.send(Response(self.metrics.shown(), media_type=kind))
+        await exchange.send(Response(self.metrics.shown(self.link.load()), media_type=kind))
+
+    async def _load(self, exchange: Exchange) -> None:
+        link = self.link
+        told = {"ready": link.ready, "running": link.running, "waiting": link.waiting}
+        spent = {"generated_tokens": link.tokens, "seconds": time.monotonic() - self._began}
+        await exchange.answer({**told, "rows": link.rows, **spent})
 
     async def _openapi(self, exchange: Exchange) -> None:
         await exchange.answer(openapi())
@@ -428,6 +495,10 @@ class Front:
 
 
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD")
+
+
+async def _page(exchange: Exchange) -> None:
+    await exchange.send(page_response(exchange.request.url.path))
 
 
 async def _nowhere(exchange: Exchange) -> None:
@@ -493,10 +564,10 @@ class Responder:
             self._front.open -= 1
             exchange.stop_listening()
             seconds = time.monotonic() - began
-            self._front.metrics.whole.observe(seconds)
             self._front.metrics.answers.labels(str(exchange.status)).inc()
             path = exchange.request.url.path if exchange.status != 404 else "(unknown)"
-            log.info("%s %s %s %.3fs", exchange.id, path, exchange.status, seconds)
+            level = logging.DEBUG if path == _LOAD else logging.INFO  # the page asks for it often
+            log.log(level, "%s %s %s %.3fs", exchange.id, path, exchange.status, seconds)
 
     async def _race(self, exchange: Exchange) -> None:
         """Answer, and stop where the client goes first."""
@@ -535,7 +606,8 @@ class Responder:
             raise HttpError(
                 403, "The Host header names another server. Allow it with --allow-host."
             )
-        if (origin := headers.get("origin")) is not None and origin not in settings.origins:
+        own = f"{exchange.request.url.scheme}://{headers.get('host', '')}"
+        if headers.get("origin") not in (None, own, *settings.origins):
             raise HttpError(403, "Pages of this origin may not ask. Allow it with --allow-origin.")
         path = exchange.request.url.path
         if settings.keys and path not in _OPEN:

@@ -23,9 +23,11 @@ from everystep.errors import (
     nearest,
     shown,
 )
+from everystep.images import ScaledImage
 from everystep.server.fields import GENERATE, Json
 from everystep.server.line import LinePlace
-from everystep.server.messages import Ask, ModelFacts, ScoreAsk
+from everystep.server.messages import Ask, ModelFacts, Pixels, ScoreAsk
+from everystep.server.pictures import PictureLimits, with_scaled
 from everystep.text import Tokenizer
 
 _SHAPING = ("temperature", "top_k", "top_p", "min_p")
@@ -45,10 +47,12 @@ class UnknownModelError(UnknownArgumentError):
 
 @dataclass(frozen=True, slots=True)
 class FrontModel:
-    """The front's part of a model: its tokenizer, and what conversations mean to it."""
+    """The front's part of a model: its tokenizer, what conversations mean to it, and how large
+    pictures in them may be."""
 
     tokenizer: Tokenizer
     chat: ChatDefaults
+    pictures: PictureLimits = field(default_factory=PictureLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ class Wanted:
     `dialogue`: what is asked of tools and thoughts. `cut`: the context ends an answer before the
     length that was asked for. `said`: fields of the body that its answer repeats or keeps.
     `pools`: how hidden states become vectors, where these are wanted. `priority`: a lower one comes
-    first.
+    first. `pictures`: those that stand in the one prompt.
     """
 
     to: Addressee
@@ -117,6 +121,7 @@ class Wanted:
     said: Mapping[str, Json] = field(default_factory=dict)
     pools: str | None = None
     priority: int = 0
+    pictures: tuple[Pixels, ...] = ()
 
     def places(self, caller: Caller) -> list[LinePlace]:
         """Return the places in line of these asks."""
@@ -129,10 +134,8 @@ class Wanted:
         """Return what is asked of the engine, an ask per prompt."""
         pairs = zip(numbers, self.prompts, strict=True)
         known, chat, stream = dict(self.keywords), self.in_chat, self.stream
-        return [
-            Ask(n, self.to.model, ids, known, chat, stream, pools=self.pools)
-            for n, (ids, _) in pairs
-        ]
+        beside: Any = {"pools": self.pools, "pictures": list(self.pictures)}
+        return [Ask(n, self.to.model, ids, known, chat, stream, **beside) for n, (ids, _) in pairs]
 
     def respelled(self, text: str) -> str:
         """Return an error's text with fields named as the request named them."""
@@ -212,7 +215,8 @@ def read_chat(
         raise RequestError("top_logprobs needs logprobs", wanted="logprobs true with it")
     if given.get("logprobs"):
         best = best or 0
-    ids, dialogue = read_messages(given, to)
+    conversation = read_messages(given, to)
+    dialogue = conversation.dialogue
     if dialogue is None and told_apart:
         dialogue = thoughts_apart(to.front.tokenizer)
     known = {name: one for name, one in given.items() if name not in ("logprobs", "top_logprobs")}
@@ -226,16 +230,28 @@ def read_chat(
         raise RequestError("max_tokens=0 asks for nothing", do="Ask for tokens")
     if best is not None:
         keywords["logprobs"] = best
-    prompts: tuple[tuple[list[int], str], ...] = ((ids, ""),)
+    prompts: tuple[tuple[list[int], str], ...] = ((conversation.ids, ""),)
     wanted = _wanted(given, to, prompts, keywords, renamed, best, in_chat=True, fits=fits)
-    return replace(wanted, dialogue=dialogue)
+    return replace(wanted, dialogue=dialogue, pictures=conversation.pictures)
 
 
-def read_messages(given: Mapping[str, Json], to: Addressee) -> tuple[list[int], Dialogue | None]:
-    """Return the ids of a conversation, and what it asks of tools and thoughts."""
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages, read: their ids, what they ask of tools and thoughts, and their pictures."""
+
+    ids: list[int]
+    dialogue: Dialogue | None
+    pictures: tuple[Pixels, ...]
+
+
+def read_messages(given: Mapping[str, Json], to: Addressee) -> Conversation:
+    """Return what the messages of a body are."""
     begins, continues, dialogue = _asked_of_template(given, to)
-    own = given["messages"], to.front
-    return render(*own, begins=begins, continues=continues, dialogue=dialogue), dialogue
+    front = to.front
+    own = given["messages"], front.tokenizer, front.pictures
+    messages, pictures = with_scaled(*own, sees=to.facts.sees)
+    ids = render(messages, front, begins=begins, continues=continues, dialogue=dialogue)
+    return Conversation(ids, dialogue, tuple(pictures))
 
 
 def _asked_of_template(
@@ -366,7 +382,9 @@ def rendered_text(given: Mapping[str, Json], to: Addressee) -> str:
     """Return the text of a conversation, as the chat template writes it."""
     begins, continues, dialogue = _asked_of_template(given, to)
     asked = {"add_generation_prompt": begins, "continue_final_message": continues}
-    return str(_rendered(given["messages"], to.front, dialogue, tokenize=False, **asked))
+    own = given["messages"], to.front.tokenizer, to.front.pictures
+    messages, _ = with_scaled(*own, sees=to.facts.sees)
+    return str(_rendered(messages, to.front, dialogue, tokenize=False, **asked))
 
 
 def _flat(messages: list[Json], tokenizer: Tokenizer) -> list[Json]:
@@ -404,10 +422,17 @@ def _require_message(message: Mapping[str, Json], where: str) -> None:
         raise RequestError(f"{where}.content is impossible", wanted="a text or parts", got=got)
     for place, part in enumerate(content if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "image" and isinstance(part.get("image"), ScaledImage):
+            continue  # which no body has: it was read as a picture
+        at = f"{where}.content[{place}]"
+        if kind == "input_audio":
+            what = f"{at} is a sound, which no model here answers to"
+            do = "Send it to /v1/audio/transcriptions, and then its text"
+            raise UnsupportedError(what, do=do)
         if kind not in _PARTS or not isinstance(part.get(kind), str):
             raise RequestError(
-                f"{where}.content[{place}].type is impossible",
-                wanted="text, with a text",
+                f"{at}.type is impossible",
+                wanted="text, with a text, or image_url where the model reads pictures",
                 got=shown(kind)[:40],
                 do="Send the text that is in it",
             )

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Sequence
 
-from starlette.datastructures import UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import FileResponse
 from starlette.routing import Route
 
@@ -17,6 +14,7 @@ from everystep.server.batch_desk import BatchDesk, BatchState, UnknownBatchError
 from everystep.server.exchange import Exchange, HttpError
 from everystep.server.fields import Json
 from everystep.server.file_store import StoredFile, UnknownFileError, copied
+from everystep.server.form import read_form
 from everystep.server.routes import BATCHES
 
 _OFF = "Batch files are off. Start the server with --files DIR."
@@ -73,19 +71,22 @@ class BatchRoutes:
     # --- files ------------------------------------------------------------------------------------
 
     async def _upload(self, exchange: Exchange) -> None:
-        owner, store = exchange.caller.key, self.desk.files
+        owner, store, purpose = exchange.caller.key, self.desk.files, ""
         store.require_room(owner)
-        if not exchange.request.headers.get("content-type", "").startswith("multipart/form-data"):
-            raise HttpError(415, "The body is not multipart/form-data.")
-        async with aclosing(exchange.pieces(store.limits.file_bytes)) as pieces:
-            upload, purpose = await _form(exchange, pieces)
+        form = await read_form(exchange, store.limits.file_bytes, "a file of lines of JSON")
         try:
+            for name, value in form.texts:
+                if name != "purpose":
+                    do = "Leave it out: a file is kept until it is deleted"
+                    raise RequestError(f"there is no field {name[:80]!r}", do=do)
+                purpose = value
             if purpose != "batch":
                 raise RequestError("purpose is impossible", wanted="'batch'", got=purpose[:80])
+            upload = form.file
             name, write = upload.filename or "file.jsonl", copied(upload.file)
             file = await asyncio.to_thread(store.add, owner, name, purpose, write)
         finally:
-            await upload.close()
+            await form.close()
         await exchange.answer(file.shown())
 
     async def _files(self, exchange: Exchange) -> None:
@@ -137,25 +138,6 @@ class BatchRoutes:
 
     async def _cancel(self, exchange: Exchange) -> None:
         await exchange.answer(self.desk.cancel(self._asked(exchange)).shown())
-
-
-async def _form(exchange: Exchange, pieces: AsyncGenerator[bytes, None]) -> tuple[UploadFile, str]:
-    """Return the file and the purpose of a form; RequestError for another form."""
-    headers = exchange.request.headers
-    try:
-        form = await MultiPartParser(headers, pieces, max_files=1, max_fields=8).parse()
-    except (MultiPartException, KeyError) as error:
-        got = str(getattr(error, "message", error))[:120]
-        raise RequestError("the form cannot be read", got=got) from error
-    upload = form.get("file")
-    if not isinstance(upload, UploadFile):
-        await form.close()
-        raise RequestError("file is missing", wanted="a file of lines of JSON")
-    if unknown := [name for name in form if name not in ("file", "purpose")]:
-        await form.close()
-        do = "Leave it out: a file is kept until it is deleted"
-        raise RequestError(f"there is no field {unknown[0][:80]!r}", do=do)
-    return upload, str(form.get("purpose", ""))
 
 
 def _page(exchange: Exchange, found: Sequence[StoredFile | BatchState]) -> dict[str, Json]:

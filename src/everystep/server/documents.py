@@ -29,9 +29,13 @@ def _operation(route: RouteTable) -> dict[str, Json]:
         "properties": fields,
         "required": [one.name for one in route.fields.values() if one.required],
     }
+    kind = "application/json"
+    if route.is_form:
+        kind = "multipart/form-data"
+        fields["file"] = {"type": "string", "contentMediaType": "application/octet-stream"}
     return {
         "summary": route.line,
-        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        "requestBody": {"required": True, "content": {kind: {"schema": schema}}},
         "responses": {
             "200": {"description": "the answer"},
             "400": {"description": "a field is unknown, of another kind, or in conflict"},

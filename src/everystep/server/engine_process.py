@@ -15,7 +15,10 @@ from pathlib import Path
 import msgspec
 
 from everystep.api.load import load
+from everystep.api.model import LanguageModel
+from everystep.files.sources import resolve_source
 from everystep.server.host import EngineLimits, HostedModel, serve_connection
+from everystep.sounds.features import WhisperFeatureExtractor
 
 
 class EngineOrders(msgspec.Struct, frozen=True):
@@ -48,8 +51,17 @@ def hosted(orders: EngineOrders) -> Mapping[str, HostedModel]:
         )
         for adapter, folder in orders.adapters.items() if number == 0 else ():
             model.load_adapter(Path(folder), adapter)
-        found[name] = HostedModel(model, tokenizer, orders.limits())
+        found[name] = HostedModel(model, tokenizer, orders.limits(), _extractor(model, path))
     return found
+
+
+def _extractor(model: LanguageModel, path: str) -> WhisperFeatureExtractor | None:
+    """Return what makes features of sounds, as the files of a model that listens say it."""
+    if not model.listens:
+        return None
+    folder = resolve_source(path, offline=True)
+    prepared = (folder / "preprocessor_config.json").is_file()
+    return WhisperFeatureExtractor.from_pretrained(folder) if prepared else None
 
 
 def main(descriptor: str, orders: str) -> None:

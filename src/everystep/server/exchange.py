@@ -22,6 +22,7 @@ from everystep.errors import EverystepError, RequestError
 from everystep.server.access import Hosts, Keys
 from everystep.server.asking import Caller
 from everystep.server.fields import Json
+from everystep.server.tracing import Tracing
 
 log = logging.getLogger("everystep.server")
 
@@ -49,7 +50,8 @@ class FrontSettings:
     `body_bytes`: of a body at most. `body_seconds`: between two pieces of it. `write_seconds`: that
     a reader may take nothing. `ping_seconds`: of silence in a stream before a comment. `hosts`:
     names beside localhost and addresses. `origins`: of pages that may ask. `deadline`: seconds that
-    a request may take, None for any number.
+    a request may take, None for any number. `vllm_metrics`: whether metrics have vLLM's names too.
+    `tracing`: where spans of requests go.
     """
 
     body_bytes: int = 32 << 20
@@ -60,6 +62,8 @@ class FrontSettings:
     hosts: Hosts = field(default_factory=Hosts)
     origins: tuple[str, ...] = ()
     deadline: float | None = None
+    vllm_metrics: bool = False
+    tracing: Tracing | None = None
 
 
 class Gone(Exception):
@@ -155,7 +159,7 @@ class Exchange:
         if kind != "application/json":
             raise HttpError(415, "The body is not application/json.")
         raw = await self._bytes()
-        self._listening = asyncio.create_task(self._listen())
+        self.listen()
         self.is_long = len(raw) > 1 << 16
         try:
             decode = msgspec.json.decode
@@ -200,6 +204,10 @@ class Exchange:
             if not message.get("more_body"):
                 return
 
+    def listen(self) -> None:
+        """Listen from now on, when the body was read, whether the client is still there."""
+        self._listening = asyncio.create_task(self._listen())
+
     async def _listen(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
@@ -218,10 +226,11 @@ class Exchange:
         response.headers["x-request-id"] = response.headers["request-id"] = self.id
         await response(self.request.scope, self._receive, self._send)
 
-    async def stream(self, chunks: AsyncGenerator[Json, None]) -> None:
+    async def stream(self, chunks: AsyncGenerator[Json, None]) -> HttpError | None:
         """Send chunks as server-sent events, and a comment where none comes for a while.
 
-        What goes wrong before the first is an answer of its own; later it is the last event.
+        What goes wrong before the first is an answer of its own; later it is the last event, and
+        returned.
         """
         coming = aiter(chunks)
         try:
@@ -236,6 +245,7 @@ class Exchange:
                 value = await waiting
         except StopAsyncIteration:
             await self._write(self.form.end, more=False)
+            return None
         except HttpError as error:
             if not self.status:
                 raise
@@ -244,6 +254,7 @@ class Exchange:
             last = self.form.last
             told = b"" if last is None else self.form.event(last(error, self.id))
             await self._write(told, more=False)
+            return error
         finally:
             if not waiting.done():
                 waiting.cancel()

@@ -9,17 +9,22 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import assert_never
+from typing import Any, assert_never
 
 import msgspec
+import numpy as np
+import torch
+from torch import Tensor
 
 from everystep.api.model import LanguageModel
 from everystep.api.score import Score
 from everystep.api.score import score as score_texts
+from everystep.api.transcribe import transcribe, usual_extractor
 from everystep.drivers.engine_thread import Desk, Submission
 from everystep.drivers.generated import Generated
 from everystep.drivers.session import KEPT, Session
@@ -31,8 +36,10 @@ from everystep.errors import (
     TokenizerError,
     UnsupportedError,
 )
+from everystep.images import PictureTokenizer
 from everystep.outputs import TokenLogprobs
 from everystep.requests.options import Options
+from everystep.requests.prompts import PromptLike
 from everystep.server.hosted_runs import HostedRuns
 from everystep.server.messages import (
     OF_FRONT,
@@ -40,6 +47,9 @@ from everystep.server.messages import (
     Begun,
     Ended,
     Failed,
+    HearAsk,
+    Heard,
+    HeardPart,
     Leave,
     Likelihoods,
     ModelFacts,
@@ -56,7 +66,9 @@ from everystep.server.messages import (
     frame,
     read_frame,
 )
+from everystep.server.pictures import patches_of
 from everystep.server.pooling import Pooling, vector_of
+from everystep.sounds.features import WhisperFeatureExtractor
 from everystep.stops.ends import moment
 from everystep.text import Tokenizer
 from everystep.types import Event, FinishReason
@@ -75,14 +87,24 @@ class EngineLimits:
 
 
 class HostedModel:
-    """A model of the engine with its tokenizer, and the desk where its prompts are handed in."""
+    """A model of the engine with its tokenizer, and the desk where its prompts are handed in.
 
-    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, limits: EngineLimits) -> None:
+    `extractor`: what makes features of sounds, for a model that listens; that of its size without.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        limits: EngineLimits,
+        extractor: WhisperFeatureExtractor | None = None,
+    ) -> None:
         def scheduler() -> Continuous:
             own = limits.token_budget, limits.max_rows, limits.max_positions
             return Continuous(*own, reuse=Reuse(KEPT))
 
         self.model, self.tokenizer = model, tokenizer
+        self.extractor = (extractor or usual_extractor(model)) if model.listens else None
         self.session = Session(
             model, tokenizer, (), None, None, {}, gives_events=True, scheduler=scheduler
         )
@@ -99,6 +121,8 @@ class HostedModel:
             self.model.reach,
             self.model.vocab_size,
             self.model.runs_on,
+            isinstance(self.tokenizer, PictureTokenizer),
+            None if self.extractor is None else self.extractor.sampling_rate,
         )
 
 
@@ -121,6 +145,10 @@ class EngineHost:
         self._scoring = ThreadPoolExecutor(1, "everystep scores")
         self._runs = HostedRuns({name: (m.model, m.tokenizer) for name, m in models.items()})
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._seeing = ThreadPoolExecutor(1, "everystep cuts pictures")
+        self._seen: dict[int, asyncio.Task[None]] = {}
+        self._hearing = ThreadPoolExecutor(1, "everystep hears")
+        self._heard: dict[int, threading.Event] = {}
 
     async def serve(self, connection: socket.socket) -> None:
         """Answer asks until the front says so, or is gone; nothing is left inside then."""
@@ -143,8 +171,11 @@ class EngineHost:
             telling.cancel()
             for under in self._under.values():
                 under.one.leave()
-            self._scoring.shutdown(wait=False, cancel_futures=True)
-            for task in self._running.values():
+            for left in self._heard.values():
+                left.set()
+            for pool in (self._scoring, self._seeing, self._hearing):
+                pool.shutdown(wait=False, cancel_futures=True)
+            for task in (*self._running.values(), *self._seen.values()):
                 task.cancel()
             await asyncio.to_thread(self._runs.close)
             await asyncio.gather(*(asyncio.to_thread(m.desk.join) for m in self._models.values()))
@@ -152,30 +183,50 @@ class EngineHost:
 
     # --- in ---------------------------------------------------------------------------------------
 
-    def _take(self, message: Ask | ScoreAsk | RunAsk | Leave) -> None:
+    def _take(self, message: Ask | ScoreAsk | HearAsk | RunAsk | Leave) -> None:
         match message:
+            case Ask() if message.pictures:
+                self._seen[message.id] = asyncio.create_task(self._see(message))
             case Ask():
-                self._submit(message)
+                self._submit(message, message.prompt)
             case ScoreAsk():
                 self._loop.run_in_executor(self._scoring, self._score, message)
+            case HearAsk():
+                self._heard[message.id] = threading.Event()
+                self._loop.run_in_executor(self._hearing, self._hear, message)
             case RunAsk():
                 self._running[message.id] = asyncio.create_task(self._carry_out(message))
             case Leave():
-                if (task := self._running.get(message.id)) is not None:
-                    task.cancel()
+                if (left := self._heard.get(message.id)) is not None:
+                    left.set()
+                for tasks in (self._running, self._seen):
+                    if (task := tasks.get(message.id)) is not None:
+                        task.cancel()
                 if (under := self._under.pop(message.id, None)) is not None:
                     under.one.leave()
             case _:
                 assert_never(message)
 
-    def _submit(self, ask: Ask) -> None:
+    async def _see(self, ask: Ask) -> None:
+        """Cut the pictures of an ask into patches, in a thread, and hand it in."""
+        try:
+            own = ask.pictures, self._models[ask.model].tokenizer
+            found = await self._loop.run_in_executor(self._seeing, patches_of, *own)
+        except Exception as error:
+            self._send(failed(ask.id, error))
+            return
+        finally:
+            self._seen.pop(ask.id, None)
+        self._submit(ask, {"input_ids": ask.prompt, **found})
+
+    def _submit(self, ask: Ask, prompt: PromptLike) -> None:
         hosted, since = self._models[ask.model], moment()
 
         def options() -> Options:
             keywords = _as_keywords(ask.keywords)
             if ask.pools is not None:
                 keywords["strategy"] = _pooling(ask.pools, hosted.model)
-            return hosted.session.asked(ask.prompt, keywords, since, in_chat=ask.in_chat)
+            return hosted.session.asked(prompt, keywords, since, in_chat=ask.in_chat)
 
         def notice() -> None:
             try:
@@ -185,7 +236,7 @@ class EngineHost:
 
         most = _EVENTS if ask.streams else None
         try:
-            one = hosted.desk.submit(ask.prompt, options, notice, most)
+            one = hosted.desk.submit(prompt, options, notice, most)
         except Exception as error:
             self._send(failed(ask.id, error))
             return
@@ -209,6 +260,22 @@ class EngineHost:
         except Exception as error:
             message = failed(ask.id, error)
         self._loop.call_soon_threadsafe(self._send, message)
+
+    def _hear(self, ask: HearAsk) -> None:
+        """Write down a sound, in a thread of its own, until nobody waits for it."""
+        left = self._heard[ask.id]
+        message: ToFront | None = None
+        try:
+            if not left.is_set():
+                message = _transcript(ask, self._models[ask.model], left)
+        except Exception as error:
+            message = failed(ask.id, error)
+        self._loop.call_soon_threadsafe(self._told_heard, ask.id, message)
+
+    def _told_heard(self, id: int, message: ToFront | None) -> None:
+        left = self._heard.pop(id)
+        if message is not None and not left.is_set():
+            self._send(message)
 
     async def _carry_out(self, ask: RunAsk) -> None:
         """Do something to a run, a step at a time, between steps of other runs."""
@@ -335,6 +402,33 @@ def _ended(result: Generated) -> Ended:
         None if result.logprobs is None else _known(result.logprobs),
         None if result.prompt_logprobs is None else _known(result.prompt_logprobs, 1),
     )
+
+
+def _transcript(ask: HearAsk, hosted: HostedModel, left: threading.Event) -> Heard:
+    """Return what is said in a sound; UnsupportedError once nobody waits for it."""
+
+    def criterion(ids: Tensor, *_: object) -> Tensor:
+        if left.is_set():
+            raise UnsupportedError("nobody waits for the transcript")
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    options: dict[str, Any] = {**ask.keywords, "stopping_criteria": [criterion]}
+    if ask.prompt:
+        begin = getattr(hosted.model.generation_config, "prev_sot_token_id", None)
+        if begin is None:
+            what = "this model has no id before what was said"
+            raise UnsupportedError(what, do="Leave prompt out")
+        options["prompt_ids"] = torch.tensor([begin, *ask.prompt])
+    found = transcribe(
+        hosted.model,
+        hosted.tokenizer,
+        np.frombuffer(ask.samples, "<f4"),
+        timestamps=ask.timestamps,
+        extractor=hosted.extractor,
+        **options,
+    )
+    parts = [HeardPart(one.text, one.start, one.end, [*one.ids]) for one in found.segments]
+    return Heard(ask.id, found.text, found.language, parts)
 
 
 def _known(found: TokenLogprobs | Score, first: int = 0) -> Likelihoods:

@@ -31,6 +31,8 @@ from everystep.server.messages import (
     Ask,
     Begun,
     Failed,
+    HearAsk,
+    Heard,
     Leave,
     ModelFacts,
     Over,
@@ -53,8 +55,8 @@ log = logging.getLogger("everystep.server")
 _FATAL = 2
 """Deaths of an engine after which an ask that was under way is given up."""
 _LONGEST_PAUSE = 10.0
-News = RowNews | Begun | Over | ScoredTexts | RunNews | RunOver | Failed
-AnyAsk = Ask | ScoreAsk | RunAsk
+News = RowNews | Begun | Over | ScoredTexts | Heard | RunNews | RunOver | Failed
+AnyAsk = Ask | ScoreAsk | HearAsk | RunAsk
 
 
 class EngineGone(EverystepError, RuntimeError):
@@ -156,22 +158,23 @@ class Asking:
     def size(self) -> int:
         """The number of its prompt's ids."""
         ask = self.ask
-        if isinstance(ask, RunAsk):
+        if isinstance(ask, RunAsk | HearAsk):
             return 0
         return len(ask.prompt) if isinstance(ask, Ask) else sum(map(len, ask.rows))
 
-    def tell(self, message: News) -> None:
-        """Hand a message to the reader, unless an earlier engine's was the same."""
+    def tell(self, message: News) -> bool:
+        """Hand a message to the reader; return False where an earlier engine's was the same."""
         if isinstance(message, RowNews):
             self.seen[message.index] += 1
             if self.seen[message.index] <= self.told[message.index]:
-                return
+                return False
             self.told[message.index] += 1
         if isinstance(message, Begun):
             again, self.waiting = not self.waiting, False
             if again:
-                return
+                return False
         self.news.put_nowait(message)
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +188,8 @@ class QueueLimits:
 class EngineLink:
     """The engine, as the front knows it.
 
-    `models`: those it has said that it serves, by name, once `ready` is true.
+    `models`: those it has said that it serves, by name, once `ready` is true. `tokens`: how many
+    were made until now, as far as they were told.
     """
 
     def __init__(
@@ -205,7 +209,7 @@ class EngineLink:
         self._seconds = 1.0  # of an ask, the mean of the last ones
         self.rows = 1
         self.positions: int | None = None
-        self.restarts = 0
+        self.restarts = self.tokens = 0
         self.process: int | None = None
         self.models: dict[str, ModelFacts] = {}
 
@@ -223,6 +227,14 @@ class EngineLink:
     def waiting(self) -> int:
         """The number of asks that have not begun."""
         return sum(one.waiting for one in self._asking.values())
+
+    def load(self) -> dict[str, tuple[int, int]]:
+        """Return how many asks have begun, and how many have not, by model."""
+        found = {name: [0, 0] for name in self.models}
+        for one in self._asking.values():
+            if not isinstance(one.ask, RunAsk) and one.ask.model in found:
+                found[one.ask.model][one.waiting] += 1
+        return {name: (running, waiting) for name, (running, waiting) in found.items()}
 
     def pause(self) -> int:
         """Return after how many seconds a place in the line is likely to be free."""
@@ -267,7 +279,8 @@ class EngineLink:
 
     def require_room(self, positions: int, more: int = 1) -> None:
         """Raise CapacityError if so many more asks, of so many ids, are too many to wait."""
-        waiting = sum(line.asked for line in self._lines.values())
+        beside = sum(isinstance(one.ask, ScoreAsk | HearAsk) for one in self._asking.values())
+        waiting = beside + sum(line.asked for line in self._lines.values())
         line = sum(line.positions for line in self._lines.values())
         if waiting + more > self._limits.requests and waiting:
             wanted = f"at most {self._limits.requests}"
@@ -279,7 +292,8 @@ class EngineLink:
     async def follow(
         self, ask: AnyAsk, place: LinePlace | None = None
     ) -> AsyncGenerator[News, None]:
-        """Yield what becomes of an ask, `Over`, `ScoredTexts`, `RunOver` or `Failed` last.
+        """Yield what becomes of an ask, `Over`, `ScoredTexts`, `Heard`,
+        `RunOver` or `Failed` last.
 
         A prompt waits in line, at its place. Leaving the iterator ends the ask.
         """
@@ -295,7 +309,7 @@ class EngineLink:
             while True:
                 message = await one.news.get()
                 yield message
-                if isinstance(message, Over | ScoredTexts | RunOver | Failed):
+                if isinstance(message, Over | ScoredTexts | Heard | RunOver | Failed):
                     return
         finally:
             if self._asking.pop(ask.id, None) is not None:
@@ -377,23 +391,26 @@ class EngineLink:
         if isinstance(message, Tokens):
             for row in message.rows:
                 if (one := self._asking.get(row.id)) is not None:
-                    one.tell(row)
+                    self.tokens += one.tell(row) and row.token >= 0
             return
         if (one := self._asking.get(message.id)) is None:
             return
         if isinstance(message, RunOver):
             del self._asking[message.id]
-        elif isinstance(message, Over | ScoredTexts | Failed):
+        elif isinstance(message, Over | ScoredTexts | Heard | Failed):
             del self._asking[message.id]
             self._seconds += 0.1 * (time.monotonic() - one.since - self._seconds)
             over = message.results if isinstance(message, Over) else None
-            self._leave_line(one, one.made if over is None else sum(len(r.tokens) for r in over))
+            made = one.made if over is None else sum(len(r.tokens) for r in over)
+            if not (isinstance(one.ask, Ask) and one.ask.streams):  # of others tokens were told
+                self.tokens += made
+            self._leave_line(one, made)
         one.tell(message)
 
     def _give_up_fatal(self) -> None:
         """Fail what several engines died with, and what cannot be done again alike."""
         for one in self._asking.values():
-            one.deaths += not one.waiting or isinstance(one.ask, ScoreAsk)
+            one.deaths += not one.waiting or isinstance(one.ask, ScoreAsk | HearAsk)
         self._fail_all("the engine died while it worked on this", always=False)
 
     def _fail_all(self, text: str, *, always: bool) -> None:
@@ -409,7 +426,7 @@ def repeats(ask: AnyAsk) -> bool:
     and no clock ends it. What is done to a run is lost with it."""
     if isinstance(ask, RunAsk):
         return False
-    if isinstance(ask, ScoreAsk):
+    if isinstance(ask, ScoreAsk | HearAsk):
         return True
     timed = any(ask.keywords.get(name) is not None for name in ("timeout", "max_time"))
     return not timed and ask.keywords.get("seed") is not None

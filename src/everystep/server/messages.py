@@ -18,10 +18,19 @@ MOST_BYTES = 1 << 27
 _HEAD = 4
 
 
+class Pixels(msgspec.Struct, frozen=True, array_like=True):
+    """A picture in the size in which a model reads it: red, green and blue, line by line."""
+
+    height: int
+    width: int
+    data: bytes
+
+
 class Ask(msgspec.Struct, tag=True, frozen=True):
     """A prompt for a model: its ids, the keywords of `generate` beside it, and whether it was a
     conversation. `streams`: whether its tokens are told as they come. `pools`: how its hidden
-    states become the vector that is wanted in place of an answer."""
+    states become the vector that is wanted in place of an answer. `pictures`: those that stand
+    among the ids, in their order."""
 
     id: int
     model: str
@@ -31,6 +40,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     streams: bool = False
     seconds: float | None = None
     pools: str | None = None
+    pictures: list[Pixels] = []
 
 
 class ScoreAsk(msgspec.Struct, tag=True, frozen=True):
@@ -42,6 +52,19 @@ class ScoreAsk(msgspec.Struct, tag=True, frozen=True):
     after: list[int] | None
     best: int
     adapter: str | None = None
+
+
+class HearAsk(msgspec.Struct, tag=True, frozen=True):
+    """A sound that is to be written down: float32 samples with the least byte first, the keywords
+    of `es.transcribe`, and ids that are taken as said before. `timestamps`: whether it is told when
+    what was said."""
+
+    id: int
+    model: str
+    samples: bytes
+    keywords: dict[str, Any]
+    prompt: list[int] = []
+    timestamps: bool = False
 
 
 class RunAsk(msgspec.Struct, tag=True, frozen=True):
@@ -69,7 +92,8 @@ class Quit(msgspec.Struct, tag=True, frozen=True):
 
 class ModelFacts(msgspec.Struct, frozen=True):
     """The facts of a model that the front needs: its name, adapters, ids that end a text, context,
-    vocabulary and executor."""
+    vocabulary and executor. `sees`: it reads pictures. `sampling_rate`: of the sounds that
+    it writes down, None for a model that does not listen."""
 
     name: str
     adapters: list[str]
@@ -77,6 +101,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     context: int | None
     vocabulary: int
     executor: str
+    sees: bool = False
+    sampling_rate: int | None = None
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -158,6 +184,24 @@ class ScoredTexts(msgspec.Struct, tag=True, frozen=True):
     rows: list[Likelihoods]
 
 
+class HeardPart(msgspec.Struct, frozen=True):
+    """A stretch of a sound, in seconds, and what is said in it."""
+
+    text: str
+    start: float
+    end: float
+    tokens: list[int]
+
+
+class Heard(msgspec.Struct, tag=True, frozen=True):
+    """A sound has been written down."""
+
+    id: int
+    text: str
+    language: str | None
+    parts: list[HeardPart]
+
+
 class RunNews(msgspec.Struct, tag=True, frozen=True):
     """A step of a run, when it is taken."""
 
@@ -181,8 +225,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     text: str
 
 
-ToEngine = Ask | ScoreAsk | RunAsk | Leave | Quit
-ToFront = Ready | Begun | Tokens | Over | ScoredTexts | RunNews | RunOver | Failed
+ToEngine = Ask | ScoreAsk | HearAsk | RunAsk | Leave | Quit
+ToFront = Ready | Begun | Tokens | Over | ScoredTexts | Heard | RunNews | RunOver | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 OF_FRONT: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -37,8 +37,9 @@ async def run_batch(
     count = await asyncio.to_thread(judged, source, BATCHED, most=_MOST_LINES)
     require_writable(target)
     sources = settings.sources()
+    pictures = settings.pictures()
     fronts = {
-        name: await asyncio.to_thread(front_model, one, offline=settings.offline)
+        name: await asyncio.to_thread(front_model, one, pictures, offline=settings.offline)
         for name, one in sources.items()
     }
     link = EngineLink(mooring or ProcessMooring(settings.orders(sources)), _UNBOUNDED)

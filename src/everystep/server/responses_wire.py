@@ -113,7 +113,7 @@ def count_input_tokens(
     given: Mapping[str, Json], to: Addressee, caller: Caller, kept: KeptResponses
 ) -> int:
     """Return how many tokens the prompt of a body has."""
-    return len(read_messages(_as_chat(given, caller, kept)[0], to)[0])
+    return len(read_messages(_as_chat(given, caller, kept)[0], to).ids)
 
 
 def _as_chat(

@@ -13,6 +13,7 @@ from everystep.server.fields import (
     MAPPING,
     NOT_ON_THE_WIRE,
     OF_MESSAGES,
+    SEED,
     STOP,
     TEXT,
     Json,
@@ -31,7 +32,8 @@ from everystep.server.fields import (
 class RouteTable:
     """A route that takes a body: its fields by name, those that mean nothing here, and those that
     are refused, with reasons. `line`: what it does. `also`: what the reference says in place of the
-    fields of `generate`, where it does not list them."""
+    fields of `generate`, where it does not list them. `is_form`: the body is multipart, and has a
+    `file`."""
 
     path: str
     line: str
@@ -39,6 +41,7 @@ class RouteTable:
     ignored: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     also: str = ""
+    is_form: bool = False
 
     def read(self, body: Json) -> dict[str, Json]:
         """Return the fields of a body that are set; RequestError for what the table forbids."""
@@ -424,6 +427,44 @@ SCORE = RouteTable(
     ),
 )
 
+TRANSCRIPTIONS = RouteTable(
+    "/v1/audio/transcriptions",
+    "Write down what is said in a sound: a form, whose `file` is WAV, or what `everystep[audio]` "
+    "reads, at the rate that the model hears, mostly 16,000.",
+    _table(
+        (
+            replace(_MODEL, line="The model, which listens.", default="the first that listens"),
+            WireField("language", text(40, 1), "What is spoken.", "what is heard"),
+            WireField("prompt", text(4096), "What was said before, in the language of the sound."),
+            WireField(
+                "response_format",
+                one_of("json", "text", "srt", "verbose_json", "vtt"),
+                "The form of the answer.",
+                "json",
+            ),
+            WireField("temperature", number(0.0, 1.0), "0: the likeliest tokens.", "0"),
+            WireField("seed", SEED, "Of the draws, at a temperature.", "another each time"),
+            WireField(
+                "timestamp_granularities",
+                listed(one_of("segment", "word"), 2, 1),
+                "With verbose_json: `segment`; words have no times.",
+                "segment",
+            ),
+            WireField("stream", FLAG, "false: the answer comes whole.", "false"),
+        )
+    ),
+    {},
+    {
+        "include": "asks for log-probabilities, which a transcript does not tell",
+        "chunking_strategy": "asks for cuts: a sound of any length is heard by windows",
+        **dict.fromkeys(
+            ("known_speaker_names", "known_speaker_references"),
+            "asks who speaks, which nobody hears",
+        ),
+    },
+    is_form=True,
+)
+
 ROUTES = (
     COMPLETIONS,
     CHAT,
@@ -436,10 +477,11 @@ ROUTES = (
     DETOKENIZE,
     APPLY_TEMPLATE,
     SCORE,
+    TRANSCRIPTIONS,
 )
 """Every route that answers a body at once."""
 
-BATCHED = tuple(one.path for one in ROUTES)
+BATCHED = tuple(one.path for one in ROUTES if not one.is_form)
 """The routes that a line of a batch file may ask."""
 
 BATCHES = RouteTable(
@@ -546,6 +588,8 @@ READ_ONLY: Mapping[str, str] = {
     "/v1/files/{id}/content": "The bytes of a file.",
     "/v1/everystep/runs/{id}": "A run as it stands; DELETE ends it.",
     "/v1/batches/{id}": "A batch; POST to `/v1/batches/{id}/cancel` ends it.",
+    "/": "A page for people: a conversation, the models and the load.",
+    "/v1/everystep/load": "Asks that run and wait, rows, and tokens made since the start.",
     "/health": "200 while the engine lives, else 503.",
     "/ready": "200 while requests are taken, else 503.",
     "/metrics": "Counters and histograms, as Prometheus reads them.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from everystep.server.file_store import FileStore
 from everystep.server.live_runs import RunLimits
 from everystep.server.routes import BATCHED
 from everystep.server.run_routes import RunRoutes
+from everystep.server.transcriptions import MOST_SECONDS, TranscriptionRoutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +23,12 @@ class ServedBeside:
     """The settings of what is served beside generating.
 
     `files`: where batch files are kept, None for nowhere. `runs`: how many may be open.
+    `sound_seconds`: of a sound that is written down, at most.
     """
 
     files: Path | None = None
     runs: RunLimits = field(default_factory=RunLimits)
+    sound_seconds: float = MOST_SECONDS
 
 
 class Service:
@@ -35,7 +39,8 @@ class Service:
         self.front = front
         self.batches = None if own.files is None else self._desk(own.files)
         self.runs = RunRoutes(front, own.runs)
-        front.add([*BatchRoutes(front, self.batches).routes(), *self.runs.routes()])
+        heard = TranscriptionRoutes(front, own.sound_seconds).routes()
+        front.add([*BatchRoutes(front, self.batches).routes(), *self.runs.routes(), *heard])
 
     def _desk(self, folder: Path) -> BatchDesk:
         front = self.front
@@ -58,6 +63,8 @@ class Service:
         await self.front.link.close()
         if self.batches is not None:
             self.batches.files.close()
+        if self.front.settings.tracing is not None:
+            await asyncio.to_thread(self.front.settings.tracing.close)
 
     async def pause(self) -> None:
         """Stop what nobody waits for, so that a drained server has nothing under way."""

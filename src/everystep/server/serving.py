@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import uvicorn
@@ -54,10 +55,10 @@ async def serve(settings: ServeSettings, tell: Callable[[str, str], None]) -> No
 
     `tell`: called with the address and the first model's name once requests are taken.
     """
-    front_settings = settings.front()
-    sources = settings.sources()
+    front_settings = replace(settings.front(), tracing=settings.tracing())
+    sources, pictures = settings.sources(), settings.pictures()
     fronts = {
-        name: await asyncio.to_thread(front_model, source, offline=settings.offline)
+        name: await asyncio.to_thread(front_model, source, pictures, offline=settings.offline)
         for name, source in sources.items()
     }
     listening = bound(settings)

@@ -19,13 +19,17 @@ from everystep.errors import (
 )
 from everystep.files.gguf import read_gguf
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
+from everystep.images import PictureTokenizer, read_picture_settings
 from everystep.server.access import Hosts, Keys, digest_of, is_loopback, read_keys
 from everystep.server.asking import FrontModel
 from everystep.server.engine_process import EngineOrders
 from everystep.server.exchange import FrontSettings
 from everystep.server.link import QueueLimits
+from everystep.server.pictures import PictureLimits
 from everystep.server.quotas import Quota, QuotaBook, read_key_quotas
 from everystep.server.service import ServedBeside
+from everystep.server.tracing import Tracing, require_otel
+from everystep.server.transcriptions import MOST_SECONDS
 from everystep.text import Tokenizer
 
 
@@ -35,7 +39,11 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     `model`: what is served; `models`: further ones by name; `adapters`: folders by name, of the
     first model. `key_files`: digests of keys, a line each. `public_without_key`: serve everybody on
     a public address. `drain_seconds`: what a stop waits for. `files`: the folder of batch files.
-    `quota`: that of keys without one of their own; `quotas`: by name or digest of a key.
+    `max_picture_pixels`: of all pictures of a request, as they are sent. `max_pixels`: of a picture
+    as it is read, None for what the model's files say. `max_sound_seconds`: of a sound that is
+    written down. `vllm_metrics`: metrics have vLLM's names too. `otlp_endpoint`: where spans of
+    requests are sent. `quota`: that of keys without one of their
+    own; `quotas`: by name or digest of a key.
     """
 
     model: str = DEFAULT_MODEL
@@ -62,7 +70,12 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache_dtype: str | None = None
     threads: int | None = None
     offline: bool = False
+    vllm_metrics: bool = False
+    otlp_endpoint: str | None = None
     files: str | None = None
+    max_picture_pixels: int = 40_000_000
+    max_pixels: int | None = None
+    max_sound_seconds: float = MOST_SECONDS
     quota: Quota | None = None
     quotas: dict[str, Quota] = {}
 
@@ -108,9 +121,26 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
             own[names[name]] = quota
         return QuotaBook(self.quota, own)
 
+    def pictures(self) -> PictureLimits:
+        """Return how large pictures may be; RequestError for a bound below any picture."""
+        for name in ("max_picture_pixels", "max_pixels"):
+            value = getattr(self, name)
+            if value is not None and value < 1024:
+                raise RequestError(f"{name} is impossible", wanted="at least 1024", got=value)
+        return PictureLimits(self.max_picture_pixels, self.max_pixels)
+
+    def tracing(self) -> Tracing | None:
+        """Return where spans of requests go, None for nowhere; a thread sends them."""
+        return None if self.otlp_endpoint is None else Tracing.exporting(self.otlp_endpoint)
+
     def beside(self) -> ServedBeside:
         """Return what is served beside generating."""
-        return ServedBeside(None if self.files is None else Path(self.files))
+        most = self.max_sound_seconds
+        if not 0 < most <= MOST_SECONDS:
+            wanted = f"up to {MOST_SECONDS:g}"
+            raise RequestError("max_sound_seconds is impossible", wanted=wanted, got=most)
+        files = None if self.files is None else Path(self.files)
+        return ServedBeside(files, sound_seconds=most)
 
     def front(self) -> FrontSettings:
         """Return how the front serves; RequestError where everybody could ask unasked."""
@@ -124,11 +154,14 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
                 got=f"host {self.host}",
                 do="Give --api-key or --key-file, or --public-without-key if everybody may ask",
             )
+        if self.otlp_endpoint is not None:
+            require_otel(self.otlp_endpoint)
         return FrontSettings(
             keys=Keys(digests),
             hosts=Hosts(self.allow_hosts),
             origins=tuple(self.allow_origins),
             deadline=self.deadline,
+            vllm_metrics=self.vllm_metrics,
         )
 
 
@@ -154,11 +187,23 @@ def read_settings(path: Path | None, said: Mapping[str, Any]) -> ServeSettings:
         raise RequestError("a setting is impossible", got=str(error)) from error
 
 
-def front_model(source: str, *, offline: bool) -> FrontModel:
-    """Return what the front has of a model: its tokenizer alone is read."""
+def front_model(source: str, pictures: PictureLimits, *, offline: bool) -> FrontModel:
+    """Return what the front has of a model: its tokenizer alone is read, and how pictures are
+    prepared."""
     local = resolve_source(source, offline=offline)
-    if local.is_dir():
+    if not local.is_dir():
+        tokenizer = Tokenizer.from_gguf(read_gguf(local).metadata)
+    elif read_picture_settings(local) is None:
         tokenizer = Tokenizer.from_folder(local)
     else:
-        tokenizer = Tokenizer.from_gguf(read_gguf(local).metadata)
-    return FrontModel(tokenizer, chat_defaults_of(source))
+        tokenizer = _seeing(local)
+    return FrontModel(tokenizer, chat_defaults_of(source), pictures)
+
+
+def _seeing(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a folder that says how pictures are prepared; a plain one where its
+    vocabulary has no place for them, as the model does not read them then."""
+    try:
+        return PictureTokenizer.from_folder(folder)
+    except FormatError:
+        return Tokenizer.from_folder(folder)

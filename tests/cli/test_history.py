@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from everystep.cli import lines
-from tests.cli.running import Terminal, on_terminal, program
+from tests.cli.running import LONGEST, Terminal, on_terminal, program, surroundings
+from tests.reading import ROOT
 
 pytest.importorskip("readline", reason="this build of Python has no readline")
 UP = "\x1b[A"
@@ -71,3 +75,35 @@ def test_a_pasted_text_of_several_lines_is_one_message(tmp_path: Path) -> None:
         assert terminal.until("> ", count=2).count("> ") == 2
         terminal.type("\x04")
         assert terminal.end() == 0
+
+
+@pytest.mark.skipif("libedit" in (lines.readline.__doc__ or ""), reason="libedit marks no pastes")
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+def test_a_pasted_text_is_one_message_in_tmux(tmp_path: Path) -> None:
+    socket, pasted = ["tmux", "-f", "/dev/null", "-S", str(tmp_path / "socket")], tmp_path / "text"
+    pasted.write_text("first line\nsecond line\nthird")
+    environment = surroundings(
+        TERM="xterm", PYTHONPATH=f"{ROOT}/src:{ROOT}", XDG_CACHE_HOME=str(tmp_path)
+    )
+
+    def tmux(*said: str) -> str:
+        command = [*socket, *said]
+        return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+
+    def until(text: str) -> None:
+        end = time.monotonic() + LONGEST
+        while text not in (shown := tmux("capture-pane", "-p")):
+            assert time.monotonic() < end, shown
+            time.sleep(0.1)
+
+    try:
+        tmux("new-session", "-d", "-x", "80", "-y", "24", "-c", str(ROOT), *program("chat"))
+        until("\n>")
+        tmux("load-buffer", str(pasted))
+        tmux("paste-buffer", "-p")
+        until("> first line\nsecond line\nthird")
+        tmux("send-keys", "Enter")
+        # The fake model answers with what it was asked.
+        until("third\nfirst line\nsecond line\nthird\n>")
+    finally:
+        tmux("kill-server")

@@ -174,13 +174,14 @@ class Front:
 
     async def _chunks(self, wanted: Wanted, answer: Streamed) -> AsyncGenerator[Json, None]:
         """Yield the chunks of a stream, the first one once the engine has begun."""
-        opened = False
+        opened = told = False
         try:
             async with aclosing(self._timed(self._follow(wanted), answer)) as news:
                 async for number, message in news:
                     if not opened:
                         opened = True
                         for chunk in answer.opening():
+                            told = True
                             yield chunk
                     chunks: Iterable[Json] = ()
                     if isinstance(message, Begun):
@@ -188,8 +189,11 @@ class Front:
                     elif isinstance(message, RowNews):
                         chunks = answer.row(number, message)
                     elif isinstance(message, Over):
+                        if not told:
+                            _refuse_late(message)
                         chunks = answer.end(number, message)
                     for chunk in chunks:
+                        told = True
                         yield chunk
         except HttpError as error:
             for chunk in answer.failing(str(error)) if opened else ():
@@ -241,6 +245,8 @@ class Front:
                     raise self._failure(message, wanted)
                 if isinstance(message, RowNews) and message.kind in ("error", "cancelled"):
                     continue  # `Failed` says it next
+                if isinstance(message, RowNews) and message.kind == "time" and message.token < 0:
+                    continue  # `Over` says it next, and whether there was a token at all
                 left -= isinstance(message, Over)
                 yield number, message
         finally:

@@ -229,6 +229,7 @@ class World:
         self.chance = random.Random(f"world {seed}")
         self.fates: Counter[str] = Counter()
         self.transcript = hashlib.sha256()
+        self.calm = False
         self.kills: list[float] = []
         self.downs: list[tuple[float, float]] = []  # without an engine that was ready
         self.faults: list[float] = []
@@ -242,7 +243,7 @@ class World:
         try:
             with virtual(random.Random(f"order {self.seed}")) as loop:
                 self.loop = loop
-                loop.run_until_complete(self._live())
+                loop.run_until_complete(asyncio.wait_for(self._live(), 5 * LATEST))
                 if loop.defects:
                     raise Wrong(f"a task failed on its own: {loop.defects[:3]}")
         except Exception as error:
@@ -272,7 +273,8 @@ class World:
         gap = 0.005 * chance.choice((1, 2, 8))
         troubles = loop.create_task(self._trouble(self.requests * gap / 8))
         await self._come(clients, gap)
-        troubles.cancel()
+        self.calm = True  # what has begun to go wrong does so to its end
+        await troubles
         await self._require_nothing_left()
         watching.cancel()
         for client in clients:
@@ -299,6 +301,8 @@ class World:
         chance, loop = self.chance, self.loop
         for _ in range(16):
             await asyncio.sleep(chance.expovariate(1 / mean))
+            if self.calm:
+                return
             what = chance.random()
             if what < 0.1:
                 if await self.link.wait_ready(100.0):
@@ -475,7 +479,17 @@ class World:
 
     def _own_tasks(self) -> set[Any]:
         """The tasks of a server that nobody asks: the keeper of the engine, the engine's, ours."""
-        named = ("_keep", "live", "_tell", "_beat", "_live", "_trouble", "_watch", "carry_out")
+        named = (
+            "wait_for",
+            "_keep",
+            "live",
+            "_tell",
+            "_beat",
+            "_live",
+            "_trouble",
+            "_watch",
+            "carry_out",
+        )
         return {
             one for one in asyncio.all_tasks() if getattr(one.get_coro(), "__name__", "") in named
         }

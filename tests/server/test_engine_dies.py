@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -131,3 +132,50 @@ def test_an_ask_that_engines_die_with_is_given_up(apart: Served) -> None:
     assert "the engine died while it worked on this" in rest and "[DONE]" not in rest
     wait_ready(apart)
     assert apart.completion(prompt="hello", max_tokens=2)
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(50, marks=pytest.mark.slow)])
+def test_kills_under_load_let_no_stream_end_in_silence(apart: Served, times: int) -> None:
+    """Six clients stream all the while: each stream is whole and right, or says what went wrong."""
+    chance, over = random.Random(times), threading.Event()
+    asked: list[Any] = [{**LONG, "max_tokens": 60, "seed": n, "temperature": 1} for n in range(6)]
+    wanted = [apart.completion(**one)["choices"][0]["text"] for one in asked]
+    fates: list[str] = []
+
+    def ask(number: int) -> None:
+        while not over.is_set():
+            body = {**asked[number], "stream": True}
+            answer = apart.client.post("/v1/completions", json=body)
+            if answer.status_code != 200:
+                fates.append("refused" if answer.status_code == 503 else answer.text)
+                time.sleep(0.05)
+            elif '"error"' in answer.text:
+                silent = "[DONE]" in answer.text or "the engine died" not in answer.text
+                fates.append(answer.text if silent else "told")
+            else:
+                right = joined(chunks_of(answer.text)) == wanted[number]
+                fates.append("right" if right else answer.text)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for one in threads:
+        one.start()
+    killed = []
+    for _ in range(times):
+        known = apart.front.link.restarts
+        while not apart.front.link.running:
+            time.sleep(0.001)
+        time.sleep(chance.random() * 0.3)
+        killed.append(kill(apart))
+        while apart.front.link.restarts == known:
+            time.sleep(0.001)
+    wait_ready(apart)
+    count = len(fates)
+    while len(fates) < count + 12:
+        time.sleep(0.01)
+    over.set()
+    for one in threads:
+        one.join()
+    assert len(set(killed)) == times
+    assert set(fates) <= {"right", "refused", "told"} and fates.count("right") > 12, set(fates)
+    link = apart.front.link
+    assert (link.running, link.waiting) == (0, 0)

@@ -102,6 +102,7 @@ class Driver:
         self._departing: deque[Mailbox] = deque()
         self._returning: deque[Mailbox] = deque()
         self._serial = 0
+        self._steps = 0  # begun
         self.open_locks()
         reopen_after_fork(self)
 
@@ -130,6 +131,11 @@ class Driver:
         """The next moment at which a request is to end, whether it runs, waits or is set aside."""
         boxes = (*list(self._boxes.values()), *list(self._line))
         return min((one.deadline for one in boxes if one.deadline is not None), default=None)
+
+    @property
+    def step_under_way(self) -> int | None:
+        """The number of the step that a thread takes now, None between two."""
+        return None if self._stepping is None else self._steps
 
     # --- coming and going -------------------------------------------------------------------------
 
@@ -281,6 +287,7 @@ class Driver:
 
     def _take_step(self) -> None:
         try:
+            self._steps += 1
             self._stepping = threading.get_ident()
             with inference_mode():
                 self._reported.extend(self.engine.step())

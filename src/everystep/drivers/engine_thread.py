@@ -251,6 +251,11 @@ class Desk:
             one.read = True
             one.notice()
 
+    @property
+    def steps_under_way(self) -> list[int | None]:
+        """The number of the step that each thread takes now, None between two."""
+        return [one.driver.step_under_way for one in list(self._threads.values())]
+
     # --- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:

@@ -390,6 +390,8 @@ class StreamedAnswer:
             if place not in self._ended:
                 for row in untold(one, i, self._told.get(place, 0)):
                     yield from self.row(number, row)
+        for i in range(len(message.results), self._wanted.n):  # ended before it was forked
+            yield self._end(number * self._wanted.n + i, first.kind, first.matched)
 
     def closing(self) -> Iterator[dict[str, Json]]:
         """Yield what stands after all tokens."""

@@ -245,13 +245,14 @@ class Front:
         self, wanted: Wanted, answer: Streamed, watch: RequestWatch
     ) -> AsyncGenerator[Json, None]:
         """Yield the chunks of a stream, the first one once the engine has begun."""
-        opened = False
+        opened = told = False
         try:
             async with aclosing(self._follow(wanted, watch)) as news:
                 async for number, message in news:
                     if not opened:
                         opened = True
                         for chunk in answer.opening():
+                            told = True
                             yield chunk
                     chunks: Iterable[Json] = ()
                     if isinstance(message, Begun):
@@ -259,8 +260,11 @@ class Front:
                     elif isinstance(message, RowNews):
                         chunks = answer.row(number, message)
                     elif isinstance(message, Over):
+                        if not told:
+                            _refuse_late(message)
                         chunks = answer.end(number, message)
                     for chunk in chunks:
+                        told = True
                         yield chunk
         except HttpError as error:
             for chunk in answer.failing(str(error)) if opened else ():
@@ -301,6 +305,8 @@ class Front:
                     raise self.failure(message, wanted)
                 if isinstance(message, RowNews) and message.kind in ("error", "cancelled"):
                     continue  # `Failed` says it next
+                if isinstance(message, RowNews) and message.kind == "time" and message.token < 0:
+                    continue  # `Over` says it next, and whether there was a token at all
                 left -= isinstance(message, Over)
                 yield number, message
         finally:

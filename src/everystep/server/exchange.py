@@ -47,13 +47,16 @@ class HttpError(EverystepError):
 class FrontSettings:
     """The settings of a front.
 
-    `body_bytes`: of a body at most. `body_seconds`: between two pieces of it. `write_seconds`: that
-    a reader may take nothing. `ping_seconds`: of silence in a stream before a comment. `hosts`:
-    names beside localhost and addresses. `origins`: of pages that may ask. `deadline`: seconds that
-    a request may take, None for any number. `vllm_metrics`: whether metrics have vLLM's names too.
-    `tracing`: where spans of requests go.
+    `head_bytes`, `head_seconds`: that the head of a request may have and take. `body_bytes`: of a
+    body at most. `body_seconds`: between two pieces of it. `write_seconds`: that a reader may take
+    nothing. `ping_seconds`: of silence in a stream before a comment. `hosts`: names beside
+    localhost and addresses. `origins`: of pages that may ask. `deadline`: seconds that a request
+    may take, None for any number. `vllm_metrics`: whether metrics have vLLM's names too. `tracing`:
+    where spans of requests go.
     """
 
+    head_bytes: int = 1 << 16
+    head_seconds: float = 30.0
     body_bytes: int = 32 << 20
     body_seconds: float = 30.0
     write_seconds: float = 60.0
@@ -256,10 +259,8 @@ class Exchange:
             await self._write(told, more=False)
             return error
         finally:
-            if not waiting.done():
-                waiting.cancel()
-                with suppress(asyncio.CancelledError, StopAsyncIteration):
-                    await waiting
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)  # or its error is called lost
             with suppress(RuntimeError):
                 await chunks.aclose()
 

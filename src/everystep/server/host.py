@@ -7,6 +7,7 @@ those of its drivers. Nothing that an ask brings is looked at in a thread that s
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import threading
@@ -31,6 +32,7 @@ from everystep.drivers.session import KEPT, Session
 from everystep.engine import Continuous, Reuse
 from everystep.errors import (
     CapacityError,
+    EverystepError,
     OversizeError,
     RequestError,
     TokenizerError,
@@ -43,6 +45,7 @@ from everystep.requests.prompts import PromptLike
 from everystep.server.hosted_runs import HostedRuns
 from everystep.server.messages import (
     OF_FRONT,
+    Alive,
     Ask,
     Begun,
     Ended,
@@ -73,6 +76,10 @@ from everystep.stops.ends import moment
 from everystep.text import Tokenizer
 from everystep.types import Event, FinishReason
 
+log = logging.getLogger("everystep.server")
+
+BEAT = 0.5
+"""Seconds after which the front is told again that the process runs."""
 _EVENTS = 256
 """Events that may wait to be sent before a prompt is set aside."""
 
@@ -159,6 +166,7 @@ class EngineHost:
         self._send(Ready(facts, limits.max_rows, os.getpid(), limits.max_positions))
         telling = asyncio.create_task(self._tell())
         telling.add_done_callback(lambda _: self._writer.close())  # a defect ends the connection
+        beating = asyncio.create_task(self._beat())
         try:
             while (body := await read_frame(reader)) is not None:
                 message = OF_FRONT.decode(body)
@@ -169,6 +177,7 @@ class EngineHost:
             return
         finally:
             telling.cancel()
+            beating.cancel()
             for under in self._under.values():
                 under.one.leave()
             for left in self._heard.values():
@@ -309,6 +318,15 @@ class EngineHost:
                 self._send(message)
             await self._writer.drain()
 
+    async def _beat(self) -> None:
+        """Say again and again that the process runs, and which steps it takes."""
+        while True:
+            await asyncio.sleep(BEAT)
+            steps = [self._runs.step_under_way]
+            for one in self._models.values():
+                steps += one.desk.steps_under_way
+            self._send(Alive([-1 if step is None else step for step in steps]))
+
     def _news(self, id: int, under: _Under) -> list[RowNews]:
         box = under.one.box
         if box is None or not box.groups:
@@ -446,7 +464,13 @@ def _known_of_score(found: Score) -> Likelihoods:
 
 
 def failed(id: int, error: Exception) -> Failed:
-    """Return what the front is told of an error, with the status that says whose it is."""
+    """Return what the front is told of an error, with the status that says whose it is.
+
+    The text of an error that is not ours may hold paths and addresses: the log has it alone.
+    """
+    if not isinstance(error, EverystepError):
+        log.error("ask %d failed", id, exc_info=error)
+        return Failed(id, 500, "the engine failed at this request; its log has more")
     status = 500
     if isinstance(error, OversizeError | RequestError | TokenizerError):
         status = 400

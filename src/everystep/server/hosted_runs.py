@@ -42,6 +42,7 @@ class HostedRuns:
         self._models = models
         self._runs: dict[str, Run] = {}
         self._thread = ThreadPoolExecutor(1, "everystep runs")
+        self._part, self._working = 0, False  # of which the thread alone writes
         self._verbs: Mapping[str, Callable[[RunAsk], Iterator[Part]]] = {
             "open": self._open,
             "resume": self._resume,
@@ -63,11 +64,24 @@ class HostedRuns:
         """Yield what becomes of an ask, `RunOver` last."""
         loop, parts = asyncio.get_running_loop(), self._verbs[ask.verb](ask)
         while True:
-            part = await loop.run_in_executor(self._thread, next, parts)
+            part = await loop.run_in_executor(self._thread, self._next, parts)
             if part is not None:
                 yield part
             if isinstance(part, RunOver):
                 return
+
+    @property
+    def step_under_way(self) -> int | None:
+        """The number of the part that is done now, None between two."""
+        return self._part if self._working else None
+
+    def _next(self, parts: Iterator[Part]) -> Part:
+        self._part += 1
+        self._working = True
+        try:
+            return next(parts)
+        finally:
+            self._working = False
 
     def close(self) -> None:
         """End all runs; return when nothing steps any more."""

@@ -24,10 +24,11 @@ import msgspec
 
 from everystep.errors import CapacityError, EverystepError, FormatError
 from everystep.server.engine_process import EngineOrders
-from everystep.server.host import EngineLimits, HostedModel, serve_connection
+from everystep.server.host import BEAT, EngineLimits, HostedModel, serve_connection
 from everystep.server.line import LinePlace, WaitingLine
 from everystep.server.messages import (
     OF_ENGINE,
+    Alive,
     Ask,
     Begun,
     Failed,
@@ -52,6 +53,8 @@ from everystep.server.quotas import QuotaBook
 
 log = logging.getLogger("everystep.server")
 
+HANG_SECONDS = 120.0
+"""Seconds of silence, or in one step, after which an engine is taken to hang."""
 _FATAL = 2
 """Deaths of an engine after which an ask that was under way is given up."""
 _LONGEST_PAUSE = 10.0
@@ -73,6 +76,10 @@ class Mooring(Protocol):
     @abstractmethod
     def end(self) -> None:
         """End the engine, if it has not ended by itself; return when it has."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End an engine that answers nothing, whatever it does, as far as that can be."""
 
 
 class ProcessMooring(Mooring):
@@ -108,6 +115,10 @@ class ProcessMooring(Mooring):
             process.kill()
             process.wait()
 
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
 
 class ThreadMooring(Mooring):
     """An engine in a thread of this process, for tests and notebooks: the same messages."""
@@ -117,6 +128,7 @@ class ThreadMooring(Mooring):
     ) -> None:
         self._models, self._limits = models, limits
         self._thread: threading.Thread | None = None
+        self._killed: threading.Thread | None = None
 
     def start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -129,7 +141,47 @@ class ThreadMooring(Mooring):
 
     def end(self) -> None:
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(None if self._killed is not self._thread else 1.0)
+
+    def kill(self) -> None:
+        self._killed = self._thread  # no thread can be ended: it is left where it hangs
+
+
+class HangWatch:
+    """The time for which an engine has said nothing, or has been in the same step.
+
+    Time is counted as it is seen to pass, so that the sleep of a whole machine is nobody's hanging.
+    `most`: seconds after which it hangs, 0 for never.
+    """
+
+    def __init__(self, most: float) -> None:
+        self._most = most
+        self._silent = 0.0
+        self._steps: dict[int, tuple[int, float]] = {}
+
+    def hear(self, message: object) -> None:
+        """Note that the engine has said something."""
+        self._silent = 0.0
+        if isinstance(message, Alive):
+            for thread, step in enumerate(message.steps):
+                known, seconds = self._steps.get(thread, (-1, 0.0))
+                self._steps[thread] = step, seconds if step == known >= 0 else 0.0
+
+    def passes(self, seconds: float) -> str | None:
+        """Return why the engine is taken to hang after so many seconds more, None while it is not.
+        Many at once are this process's own sleep."""
+        seconds = min(seconds, 2 * BEAT)
+        self._silent += seconds
+        longest = 0.0
+        for thread, (step, so_far) in self._steps.items():
+            if step >= 0:
+                self._steps[thread] = step, so_far + seconds
+                longest = max(longest, so_far + seconds)
+        if self._most and self._silent >= self._most:
+            return f"it has said nothing for {self._silent:.0f} s"
+        if self._most and longest >= self._most:
+            return f"it has been in one step for {longest:.0f} s"
+        return None
 
 
 @dataclass(slots=True)
@@ -146,7 +198,7 @@ class Asking:
     deaths: int = 0
     told: Counter[int] = field(default_factory=Counter)
     seen: Counter[int] = field(default_factory=Counter)
-    since: float = field(default_factory=time.monotonic)
+    since: float = 0.0
     sent: bool = False
 
     @property
@@ -189,7 +241,8 @@ class EngineLink:
     """The engine, as the front knows it.
 
     `models`: those it has said that it serves, by name, once `ready` is true. `tokens`: how many
-    were made until now, as far as they were told.
+    were made until now, as far as they were told. `hang_seconds`: of silence, or in one step, after
+    which it is ended as one that hangs; 0 for never.
     """
 
     def __init__(
@@ -197,8 +250,12 @@ class EngineLink:
         mooring: Mooring,
         limits: QueueLimits | None = None,
         book: QuotaBook | None = None,
+        *,
+        hang_seconds: float = HANG_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._mooring, self._limits = mooring, limits or QueueLimits()
+        self._mooring, self._limits, self._clock = mooring, limits or QueueLimits(), clock
+        self._hang_seconds = hang_seconds
         self.book = book or QuotaBook()
         self._lines: dict[str, WaitingLine] = {}
         self._asking: dict[int, Asking] = {}
@@ -206,6 +263,7 @@ class EngineLink:
         self._writer: asyncio.StreamWriter | None = None
         self._closing = False
         self._ready = asyncio.Event()
+        self._was_ready = False
         self._seconds = 1.0  # of an ask, the mean of the last ones
         self.rows = 1
         self.positions: int | None = None
@@ -297,10 +355,11 @@ class EngineLink:
 
         A prompt waits in line, at its place. Leaving the iterator ends the ask.
         """
-        one = self._asking[ask.id] = Asking(ask, waiting=not isinstance(ask, RunAsk))
+        waiting = not isinstance(ask, RunAsk)
+        one = self._asking[ask.id] = Asking(ask, waiting=waiting, since=self._clock())
         try:
             if isinstance(ask, Ask):
-                line = self._lines.setdefault(ask.model, WaitingLine(self.book))
+                line = self._line_of(ask.model)
                 line.enter(ask.id, place or LinePlace(positions=len(ask.prompt)))
                 self._advance(line)
             else:
@@ -316,6 +375,12 @@ class EngineLink:
                 if one.sent:
                     self._send(Leave(ask.id))
                 self._leave_line(one, one.made)
+
+    def _line_of(self, model: str) -> WaitingLine:
+        """Return the line of a model."""
+        if (line := self._lines.get(model)) is None:
+            line = self._lines[model] = WaitingLine(self.book, self._clock)
+        return line
 
     def _advance(self, line: WaitingLine) -> None:
         """Let those begin whose turn it is, where an engine is there."""
@@ -342,9 +407,9 @@ class EngineLink:
 
     async def _keep(self) -> None:
         """Keep an engine running; one that never was ready is not started again."""
-        pause, was_ready = 0.1, False
+        pause = 0.1
         while not self._closing:
-            started = time.monotonic()
+            started = self._clock()
             connection = await asyncio.to_thread(self._mooring.start)
             reader, writer = await asyncio.open_connection(sock=connection)
             try:
@@ -352,27 +417,46 @@ class EngineLink:
             except (msgspec.DecodeError, FormatError) as error:
                 log.error("the engine said what cannot be read: %s", error)
             finally:
-                was_ready = was_ready or self.ready
                 self._ready.clear()
                 self._writer = None
                 writer.close()
                 await asyncio.to_thread(self._mooring.end)
-            if self._closing or not was_ready:
+            if self._closing or not self._was_ready:
                 return
             self.restarts += 1
             log.error("the engine has died; it is started again")
             self._give_up_fatal()
-            lived = time.monotonic() - started
+            lived = self._clock() - started
             pause = 0.1 if lived > 30 else min(pause * 2, _LONGEST_PAUSE)
             await asyncio.sleep(pause)
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while (body := await read_frame(reader)) is not None:
-            message = OF_ENGINE.decode(body)
-            if isinstance(message, Ready):
-                self._meet(message, writer)
-            else:
-                self._hand_on(message)
+        watch = HangWatch(self._hang_seconds)
+        watching: asyncio.Task[None] | None = None
+        try:
+            while (body := await read_frame(reader)) is not None:
+                message = OF_ENGINE.decode(body)
+                watch.hear(message)
+                if isinstance(message, Ready):
+                    self._meet(message, writer)
+                    watching = asyncio.create_task(self._watch(watch, writer))
+                elif not isinstance(message, Alive):
+                    self._hand_on(message)
+        finally:
+            if watching is not None:
+                watching.cancel()
+
+    async def _watch(self, watch: HangWatch, writer: asyncio.StreamWriter) -> None:
+        """End the engine when it hangs, which is another way to die."""
+        while True:
+            since = self._clock()
+            await asyncio.sleep(BEAT)
+            if (why := watch.passes(self._clock() - since)) is not None:
+                log.error("the engine hangs and is ended: %s", why)
+                self._ready.clear()
+                self._mooring.kill()
+                writer.transport.abort()
+                return
 
     def _meet(self, message: Ready, writer: asyncio.StreamWriter) -> None:
         """Take a new engine, and ask it what the last one had not ended."""
@@ -385,6 +469,7 @@ class EngineLink:
                 self._send(one.ask)
         for line in self._lines.values():
             self._advance(line)
+        self._was_ready = True
         self._ready.set()
 
     def _hand_on(self, message: Tokens | News) -> None:
@@ -399,7 +484,7 @@ class EngineLink:
             del self._asking[message.id]
         elif isinstance(message, Over | ScoredTexts | Heard | Failed):
             del self._asking[message.id]
-            self._seconds += 0.1 * (time.monotonic() - one.since - self._seconds)
+            self._seconds += 0.1 * (self._clock() - one.since - self._seconds)
             over = message.results if isinstance(message, Over) else None
             made = one.made if over is None else sum(len(r.tokens) for r in over)
             if not (isinstance(one.ask, Ask) and one.ask.streams):  # of others tokens were told

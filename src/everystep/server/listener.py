@@ -1,11 +1,21 @@
-"""uvicorn's server, with signals left to whoever runs it."""
+"""uvicorn's server, with signals left to whoever runs it, and bounded heads of requests."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
 
+import msgspec
 import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from everystep.server.exchange import FrontSettings, HttpError, error_body
+
+_PHRASES = {408: "Request Timeout", 431: "Request Header Fields Too Large"}
 
 
 class Listener(uvicorn.Server):
@@ -15,3 +25,94 @@ class Listener(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals as they are."""
         yield
+
+
+class Doorkeeper(asyncio.Protocol):
+    """A connection of uvicorn's whose client has so long, and so many bytes, for the head of a
+    request; uvicorn itself would wait and read without end."""
+
+    def __init__(self, *, settings: FrontSettings, _loop: Any = None, **own: Any) -> None:
+        self._settings = settings
+        self._loop = _loop or asyncio.get_running_loop()
+        self._inner: Any = AutoHTTPProtocol(_loop=_loop, **own)  # type: ignore[call-arg]
+        self._waiting: asyncio.TimerHandle | None = None
+        self._size = 0  # of a head, so far
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Wait for a first request."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._inner.connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        """Hand bytes on, unless they are too many for a head."""
+        before = self._inner.cycle
+        between = before is None or before.response_complete
+        self._inner.data_received(data)
+        if not between or self._transport.is_closing():
+            return
+        if self._inner.cycle is not before:
+            self._stop_waiting()
+            return
+        self._wait()
+        if before is None or not before.more_body:  # else it is the rest of what was refused
+            self._size += len(data)
+            if self._size > self._settings.head_bytes:
+                most = f"The head of a request is longer than {self._settings.head_bytes} bytes."
+                self._refuse(HttpError(431, most, code="long_head"))
+
+    def eof_received(self) -> bool | None:
+        """Let the connection end."""
+        return cast("bool | None", self._inner.eof_received())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no longer."""
+        self._stop_waiting()
+        self._inner.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Let writers wait."""
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        """Let writers go on."""
+        self._inner.resume_writing()
+
+    def _wait(self) -> None:
+        if self._waiting is None:
+            self._waiting = self._loop.call_later(self._settings.head_seconds, self._late)
+
+    def _stop_waiting(self) -> None:
+        self._size = 0
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def _late(self) -> None:
+        if self._size:
+            self._refuse(
+                HttpError(408, "The head of a request comes too slowly.", code="slow_head")
+            )
+        else:
+            self._transport.close()
+
+    def _refuse(self, error: HttpError) -> None:
+        body = msgspec.json.encode(error_body(error))
+        head = f"HTTP/1.1 {error.status} {_PHRASES[error.status]}\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self._transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        self._transport.close()
+
+
+def listener(application: ASGIApp, settings: FrontSettings, **own: Any) -> Listener:
+    """Return what listens for an application; `own`: settings of uvicorn's."""
+    config = uvicorn.Config(
+        application,
+        http=cast(Any, partial(Doorkeeper, settings=settings)),
+        ws="none",
+        log_config=None,
+        lifespan="off",
+        server_header=False,
+        **own,
+    )
+    return Listener(config)

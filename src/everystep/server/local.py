@@ -11,15 +11,13 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import uvicorn
-
 from everystep.api.model import LanguageModel
 from everystep.server.application import Front
 from everystep.server.asking import FrontModel
 from everystep.server.exchange import FrontSettings
 from everystep.server.host import EngineLimits, HostedModel
 from everystep.server.link import EngineLink, QueueLimits, ThreadMooring
-from everystep.server.listener import Listener
+from everystep.server.listener import listener
 from everystep.server.quotas import QuotaBook
 from everystep.server.service import ServedBeside, Service
 from everystep.text import Tokenizer
@@ -59,32 +57,25 @@ def listening(front: Front, port: int = 0, beside: ServedBeside | None = None) -
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="everystep front", daemon=True)
     thread.start()
-    config = uvicorn.Config(
-        service.front.application,
-        "127.0.0.1",
-        port,
-        log_config=None,
-        lifespan="off",
-        server_header=False,
-    )
-    listener = Listener(config)
+    own = {"host": "127.0.0.1", "port": port}
+    bound = listener(front.application, front.settings, **own)
 
     async def start() -> asyncio.Task[None]:
         await service.start()
-        task = asyncio.create_task(listener.serve())
-        while not (listener.started or task.done()):
+        task = asyncio.create_task(bound.serve())
+        while not (bound.started or task.done()):
             await asyncio.sleep(0.005)
         return task
 
     async def stop(task: asyncio.Task[None]) -> None:
-        listener.should_exit = True
+        bound.should_exit = True
         await asyncio.gather(task, return_exceptions=True)
         await service.close()
 
     try:
         task = asyncio.run_coroutine_threadsafe(start(), loop).result()
         try:
-            yield listener.servers[0].sockets[0].getsockname()[1]
+            yield bound.servers[0].sockets[0].getsockname()[1]
         finally:
             asyncio.run_coroutine_threadsafe(stop(task), loop).result()
     finally:

@@ -115,6 +115,13 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     positions: int | None = None
 
 
+class Alive(msgspec.Struct, tag=True, frozen=True):
+    """The engine's process runs. `steps`: of each thread that steps, the number of the step that it
+    takes now, -1 between two."""
+
+    steps: list[int]
+
+
 class Likelihoods(msgspec.Struct, frozen=True):
     """The likelihood of tokens where they stood: ids, log-probabilities, the best of each place.
 
@@ -226,7 +233,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 ToEngine = Ask | ScoreAsk | HearAsk | RunAsk | Leave | Quit
-ToFront = Ready | Begun | Tokens | Over | ScoredTexts | Heard | RunNews | RunOver | Failed
+ToFront = Ready | Alive | Begun | Tokens | Over | ScoredTexts | Heard | RunNews | RunOver | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 OF_FRONT: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

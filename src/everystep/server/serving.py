@@ -11,12 +11,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import uvicorn
-
 from everystep.errors import RequestError
 from everystep.server.application import Front
 from everystep.server.link import EngineLink, ProcessMooring
-from everystep.server.listener import Listener
+from everystep.server.listener import listener
 from everystep.server.service import Service
 from everystep.server.settings import ServeSettings, front_model
 
@@ -26,7 +24,7 @@ _KEEP_ALIVE = 75
 """Seconds that an idle connection stays: longer than proxies keep theirs."""
 
 
-def bound(settings: ServeSettings) -> socket.socket:
+def listening_socket(settings: ServeSettings) -> socket.socket:
     """Return the listening socket; RequestError where the address cannot be had."""
     if settings.uds is not None:
         found = socket.socket(socket.AF_UNIX)
@@ -61,8 +59,13 @@ async def serve(settings: ServeSettings, tell: Callable[[str, str], None]) -> No
         name: await asyncio.to_thread(front_model, source, pictures, offline=settings.offline)
         for name, source in sources.items()
     }
-    listening = bound(settings)
-    link = EngineLink(ProcessMooring(settings.orders(sources)), settings.queue(), settings.book())
+    listening = listening_socket(settings)
+    link = EngineLink(
+        ProcessMooring(settings.orders(sources)),
+        settings.queue(),
+        settings.book(),
+        hang_seconds=settings.hang_seconds,
+    )
     front = Front(link, fronts, front_settings)
     service = Service(front, settings.beside())
     stopping = asyncio.Event()
@@ -91,20 +94,17 @@ async def _listen(
     tell: Callable[[str, str], None],
 ) -> None:
     front = service.front
-    config = uvicorn.Config(
+    bound = listener(
         front.application,
-        log_config=None,
+        front.settings,
         access_log=False,
-        lifespan="off",
-        server_header=False,
         timeout_keep_alive=_KEEP_ALIVE,
         timeout_graceful_shutdown=5,
         ssl_certfile=settings.tls_certificate,
         ssl_keyfile=settings.tls_key,
     )
-    listener = Listener(config)
-    running = asyncio.create_task(listener.serve([listening]))
-    while not listener.started and not running.done():
+    running = asyncio.create_task(bound.serve([listening]))
+    while not bound.started and not running.done():
         await asyncio.sleep(0.01)
     tell(address(settings, listening), next(iter(front.link.models)))
     stop = asyncio.create_task(stopping.wait())
@@ -114,7 +114,7 @@ async def _listen(
         async with asyncio.timeout(settings.drain_seconds):
             while front.open:
                 await asyncio.sleep(0.02)
-    listener.should_exit = True
+    bound.should_exit = True
     await running
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -24,7 +24,7 @@ from everystep.server.access import Hosts, Keys, digest_of, is_loopback, read_ke
 from everystep.server.asking import FrontModel
 from everystep.server.engine_process import EngineOrders
 from everystep.server.exchange import FrontSettings
-from everystep.server.link import QueueLimits
+from everystep.server.link import HANG_SECONDS, QueueLimits
 from everystep.server.pictures import PictureLimits
 from everystep.server.quotas import Quota, QuotaBook, read_key_quotas
 from everystep.server.service import ServedBeside
@@ -38,12 +38,13 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     `model`: what is served; `models`: further ones by name; `adapters`: folders by name, of the
     first model. `key_files`: digests of keys, a line each. `public_without_key`: serve everybody on
-    a public address. `drain_seconds`: what a stop waits for. `files`: the folder of batch files.
-    `max_picture_pixels`: of all pictures of a request, as they are sent. `max_pixels`: of a picture
-    as it is read, None for what the model's files say. `max_sound_seconds`: of a sound that is
-    written down. `vllm_metrics`: metrics have vLLM's names too. `otlp_endpoint`: where spans of
-    requests are sent. `quota`: that of keys without one of their
-    own; `quotas`: by name or digest of a key.
+    a public address. `drain_seconds`: what a stop waits for. `hang_seconds`: of silence, or in one
+    step, after which an engine is ended and started again; 0 for never. `files`: the folder of
+    batch files. `max_picture_pixels`: of all pictures of a request, as they are sent. `max_pixels`:
+    of a picture as it is read, None for what the model's files say. `max_sound_seconds`: of a sound
+    that is written down. `vllm_metrics`: metrics have vLLM's names too. `otlp_endpoint`: where
+    spans of requests are sent. `quota`: that of keys without one of their own; `quotas`: by name or
+    digest of a key.
     """
 
     model: str = DEFAULT_MODEL
@@ -66,6 +67,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting_tokens: int = 1 << 20
     deadline: float | None = None
     drain_seconds: float = 30.0
+    hang_seconds: Annotated[float, msgspec.Meta(ge=0)] = HANG_SECONDS
     quantize: str | None = "auto"
     cache_dtype: str | None = None
     threads: int | None = None

@@ -1,0 +1,312 @@
+"""What went wrong in servers of others, tried here; docs/reliability.md has the whole list."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.routing import Route
+
+from everystep.server.access import Keys, digest_of
+from everystep.server.exchange import FrontSettings
+from tests.server.programs import program
+from tests.server.serving import TOKENIZER, Served, chunks_of, joined, served
+from tests.server.test_strangers import HELLO, idle
+
+LEAKS = re.compile(r"0x[0-9a-f]{6,}|/home/|/tmp/|/root/|site-packages|Traceback|File \"")
+LONG: Any = {"prompt": "hello the", "max_tokens": 60, "ignore_eos": True}
+
+
+def alternatives(depth: int) -> Any:
+    """A schema whose alternatives are doubled at each level."""
+    one: Any = {"type": "integer"}
+    for number in range(depth):
+        one = {"oneOf": [one, {"type": "array", "items": one, "minItems": number}]}
+    return one
+
+
+HOSTILE_GRAMMARS: tuple[dict[str, Any], ...] = (
+    {"regex": "(a+)+b"},
+    {"regex": "(" * 30_000 + "a" + ")" * 30_000},
+    {"regex": "((a{1,1000}){1,1000}){1,1000}"},
+    {"regex": "(?=a)b"},
+    {"regex": "["},
+    {"schema": alternatives(5)},
+    {"schema": alternatives(10)},
+    {"schema": {"$ref": "#"}},
+    {"schema": {"$ref": "http://127.0.0.1:9/x.json"}},
+    {"schema": {"type": "array", "minItems": 10**9, "items": {}}},
+    {"schema": {"type": "string", "pattern": "(a|aa)+$", "maxLength": 10**9}},
+    {"grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000},
+    {"grammar": "start: start start"},
+    {"grammar": "start: nothing"},
+    {"choices": ["a" * 300_000]},
+)
+
+
+def test_hostile_grammars_are_errors_or_work_and_change_no_neighbour(server: Served) -> None:
+    neighbours = [{**LONG, "seed": number, "temperature": 1} for number in range(15)]
+    wanted = [server.completion(**one)["choices"][0]["text"] for one in neighbours]
+    with ThreadPoolExecutor(15) as pool:
+        streams = [
+            pool.submit(server.post, "/v1/completions", **one, stream=True) for one in neighbours
+        ]
+        for hostile in HOSTILE_GRAMMARS:
+            answer = server.post("/v1/completions", **HELLO, **hostile)
+            assert answer.status_code in (200, 400), (hostile, answer.text)
+            assert len(answer.content) < 4096, str(hostile)[:80]
+        assert [joined(chunks_of(one.result().text)) for one in streams] == wanted
+    assert idle(server) and server.client.get("/ready").status_code == 200
+
+
+def test_ids_at_the_border_of_the_vocabulary(server: Served) -> None:
+    wanted = server.completion(**LONG)["choices"][0]["text"]
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(server.completion, **LONG)
+        for ids, status in (
+            ([319], 200),
+            ([320], 400),
+            ([2**31], 400),
+            ([-1], 400),
+            ([2**70], 400),
+        ):
+            answer = server.post("/v1/completions", **{**HELLO, "prompt": [5, *ids]})
+            assert answer.status_code == status, (ids, answer.text)
+        assert beside.result()["choices"][0]["text"] == wanted
+
+
+SALTS = ("", "\0", "x" * 10_000, "ü\u202e日本", "'; drop", "../../etc", "\n", "\ud7ff", "None")
+
+
+@pytest.mark.parametrize("salt", [*SALTS, None, 5, [], {"a": 1}, True])
+def test_any_salt_is_taken_or_refused(server: Served, salt: object) -> None:
+    assert server.post("/v1/completions", **HELLO, cache_salt=salt).status_code in (200, 400)
+    assert server.completion(**HELLO)
+
+
+def test_special_tokens_in_contents_stay_text(server: Served) -> None:
+    special = [*TOKENIZER.all_special_tokens]
+    assert "<|im_end|>" in special
+    for token in special[:12]:
+        for role in ("user", "tool"):  # what an application writes itself may have them
+            one = {"role": role, "content": f"a {token} b"}
+            answer = server.post("/tokenize", messages=[one, {"role": "user", "content": "c"}])
+            if answer.status_code == 400:
+                continue
+            ids = answer.json()["tokens"]
+            plain = server.post(
+                "/tokenize",
+                messages=[{"role": role, "content": "a  b"}, {"role": "user", "content": "c"}],
+            ).json()["tokens"]
+            id = TOKENIZER.convert_tokens_to_ids(token)
+            assert ids.count(id) == plain.count(id), (token, role)
+
+
+def test_errors_are_short_and_tell_nothing_of_the_machine(server: Served) -> None:
+    """Reports of others were thousands of times longer than what they were about."""
+    big = "x" * 100_000
+    bodies: list[dict[str, Any]] = [
+        {**HELLO, big: 1},
+        {**HELLO, **{f"field{number}": [] for number in range(3000)}},
+        {**HELLO, "model": big},
+        {**HELLO, "temperature": big},
+        {**HELLO, "stop": [{"a": big}] * 50},
+        {**HELLO, "schema": {big: big}},
+        {**HELLO, "regex": big + "("},
+        {**HELLO, "logit_bias": {big: 1}},
+        {"prompt": [[5], "x"] * 2000},
+        {"prompt": []},
+        {**HELLO, "strategy": big},
+    ]
+    for body in bodies:
+        answer = server.post("/v1/completions", **body)
+        assert answer.status_code in (400, 404), answer.text[:200]
+        assert len(answer.content) < 4096 and not LEAKS.search(answer.text), answer.text
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_an_error_that_is_not_ours_is_told_to_the_log_alone(
+    server: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from everystep.drivers.session import Session
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise OSError("/home/me/secret at 0x7f0000000000")
+
+    monkeypatch.setattr(Session, "own_request", broken)
+    answer = server.post("/v1/completions", **HELLO)
+    monkeypatch.undo()
+    assert answer.status_code == 500 and not LEAKS.search(answer.text)
+    assert "secret" not in answer.text and "/home/me/secret" in caplog.text
+    assert server.completion(**HELLO)
+
+
+# --- who asks -------------------------------------------------------------------------------------
+
+
+def test_every_route_is_closed_without_a_key() -> None:
+    with served(settings=FrontSettings(keys=Keys([digest_of("secret")]))) as server:
+        routes = [one for one in server.front.application.routes if isinstance(one, Route)]
+        assert len(routes) > 25
+        opened = set()
+        for route in routes:
+            path = re.sub(r"\{[^}]*\}", "x", route.path)
+            for method in route.methods or ():
+                answer = server.client.request(method, path, json={} if method == "POST" else None)
+                if answer.status_code != 401:
+                    opened.add(route.path)
+        assert opened == {"/health", "/ready"}
+
+
+def test_headers_of_keys_in_any_form() -> None:
+    with served(settings=FrontSettings(keys=Keys([digest_of("schlüssel")]))) as server:
+        said = (
+            "",
+            "Bearer",
+            "Bearer \xff\xfe",
+            "Basic c2VjcmV0",
+            "Bearer " + "x" * 9000,
+        )
+        for value in (*said, "Bearer schl\xfcssel", "\xe9" * 100, "Bearer a b c"):
+            raw = {"Authorization": value.encode("latin-1"), "content-type": "application/json"}
+            answer = server.client.post("/v1/completions", json=HELLO, headers=raw)
+            assert answer.status_code in (200, 401), (value, answer.text)
+
+
+def test_a_name_that_callers_give_mixes_nothing_up(server: Served) -> None:
+    bodies = [{**HELLO, "prompt": f"number {number}", "seed": number} for number in range(64)]
+    wanted = [server.completion(**one)["choices"][0]["text"] for one in bodies]
+    headers = {"X-Request-Id": "the-same"}
+
+    def ask(body: dict[str, Any]) -> tuple[str, str]:
+        answer = server.client.post("/v1/completions", json=body, headers=headers)
+        return answer.json()["choices"][0]["text"], answer.headers["x-request-id"]
+
+    with ThreadPoolExecutor(16) as pool:
+        found = [*pool.map(ask, bodies)]
+    assert [text for text, _ in found] == wanted
+    assert len({id for _, id in found}) == 64, "ids are the server's own"
+
+
+def test_nothing_that_a_client_wrote_is_logged_or_counted(
+    server: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "everystep")
+    canary = "CANARY7391"
+    body = {**HELLO, "prompt": f"{canary}\r\nx", "user": canary, "stop": [canary]}
+    headers = {"X-Request-Id": canary, "Authorization": f"Bearer {canary}", "User-Agent": canary}
+    assert server.client.post("/v1/completions", json=body, headers=headers).status_code == 200
+    for wrong in ({**body, "model": canary}, {**body, canary: 1}, {**body, "regex": f"({canary}"}):
+        assert server.client.post("/v1/completions", json=wrong).status_code in (400, 404)
+    server.client.get(f"/{canary}%0d%0aX-Injected: 1?{canary}")
+    assert caplog.text.count("/v1/completions") >= 3, "there is a line for each request"
+    assert canary not in caplog.text and "Injected" not in caplog.text
+    assert canary not in server.client.get("/metrics").text
+
+
+def test_names_of_models_open_nothing_and_make_no_series(server: Served) -> None:
+    def series() -> int:
+        return len([one for one in server.client.get("/metrics").text.split("\n") if one])
+
+    assert server.post("/v1/completions", **HELLO, model="nobody").status_code == 404
+    server.client.get("/v1/models/nobody")
+    known, opened, watching = series(), list[str](), True
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if watching and event == "open" and "nobody" in str(arguments[0]):
+            opened.append(str(arguments[0]))
+
+    sys.addaudithook(hook)
+    for number in range(300):
+        name = ("../nobody", "/etc/nobody", "nobody\0", "file://nobody", "nobody")[number % 5]
+        answer = server.post("/v1/completions", **HELLO, model=f"{name}{number}")
+        assert answer.status_code == 404, answer.text
+    watching = False
+    assert opened == [] and series() == known
+
+
+def test_one_port_is_open_in_all_of_its_processes(tmp_path: Path) -> None:
+    if not Path("/proc/net/tcp").exists():
+        pytest.skip("/proc/net/tcp is missing, which lists what listens")
+    with program(tmp_path, "--port", "0") as (running, url):
+        assert httpx.post(f"{url}/v1/completions", json=HELLO, timeout=60).status_code == 200
+        inodes = set()
+        tasks = Path(f"/proc/{running.pid}/task").iterdir()  # any thread may have started it
+        children = [pid for one in tasks for pid in (one / "children").read_text().split()]
+        assert children, "the engine is a process of its own"
+        for pid in (running.pid, *children):
+            for one in Path(f"/proc/{pid}/fd").iterdir():
+                if found := re.fullmatch(r"socket:\[(\d+)\]", str(one.readlink())):
+                    inodes.add(found[1])
+        listening = []
+        for table in ("tcp", "tcp6", "udp", "udp6"):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                parts = line.split()
+                if parts[9] in inodes and (parts[3] == "0A" or table.startswith("udp")):
+                    listening.append(int(parts[1].rpartition(":")[2], 16))
+        assert listening == [int(url.rpartition(":")[2])]
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+def test_a_silent_stream_has_comments_that_clients_skip() -> None:
+    import openai
+
+    with served(settings=FrontSettings(ping_seconds=0.002)) as server:
+        body = {**LONG, "max_tokens": 200, "stream": True}
+        text = server.post("/v1/completions", **body).text
+        assert ": ping\n" in text and "\nid:" not in text
+        wanted = server.completion(**{**LONG, "max_tokens": 200})["choices"][0]["text"]
+        assert joined(chunks_of(text)) == wanted
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as client:
+            chunks: Iterator[Any] = client.completions.create(  # type: ignore[call-overload]
+                model="tiny", prompt="hello the", max_tokens=200, stream=True,
+                extra_body={"ignore_eos": True},
+            )  # fmt: skip
+            assert "".join(one.choices[0].text for one in chunks) == wanted
+
+
+def test_a_stream_is_the_same_wherever_its_bytes_are_cut(server: Served) -> None:
+    body = {**LONG, "max_tokens": 12, "stream": True, "temperature": 1.5, "seed": 8}
+    raw = server.post("/v1/completions", **body).content
+    for cut in range(1, len(raw)):
+        events = [*_events(iter((raw[:cut], raw[cut:])))]
+        assert events[-1] == "[DONE]" and all(json.loads(one) for one in events[:-1])
+
+
+def _events(pieces: Iterator[bytes]) -> Iterator[str]:
+    """The data of each event, read as the standard says."""
+    rest = b""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n\n")
+        for one in whole:
+            yield one.decode().removeprefix("data: ")
+    assert rest == b""
+
+
+def test_pictures_by_address_are_refused_and_nothing_is_fetched(server: Served) -> None:
+    asked = threading.Event()
+    hook_on = True
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if hook_on and event == "socket.connect" and "198.51.100." in str(arguments[1]):
+            asked.set()
+
+    sys.addaudithook(hook)
+    for url in ("http://198.51.100.7/x.png", "file:///etc/passwd", "data:image/png;base64,AA"):
+        part = {"type": "image_url", "image_url": {"url": url}}
+        messages = [{"role": "user", "content": [part]}]
+        answer = server.post("/v1/chat/completions", messages=messages)
+        assert answer.status_code == 400 and "messages[0].content[0]" in answer.text
+    hook_on = False
+    assert not asked.is_set()

@@ -1,0 +1,223 @@
+"""Requests by the thousand in virtual time: none lost, wrong, doubled or left behind."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from everystep.drivers.driver import Driver
+from everystep.drivers.engine_thread import Submission
+from everystep.server import link as link_module
+from everystep.server.application import Front
+from everystep.server.exchange import Exchange, WireForm
+from everystep.server.line import WaitingLine
+from everystep.server.link import Asking, EngineLink
+from everystep.server.messages import Leave, RowNews
+from everystep.server.quotas import QuotaBook
+from tests.server.simulation import World, Wrong
+
+REQUESTS = 500
+"""Requests of a world."""
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Engines die by the thousand here, and each death is a line of the log."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def lived(seeds: range) -> Counter[str]:
+    """How requests of these worlds were answered, all of them rightly."""
+    fates: Counter[str] = Counter()
+    for seed in seeds:
+        fates += World(seed, REQUESTS).run()
+    return fates
+
+
+def test_ten_thousand_requests() -> None:
+    fates = lived(range(20))
+    assert fates.total() == 10_000
+    assert fates["answered"] + fates["streamed"] > 5_000, fates
+    rare = ("left", "slow reader", "refused 429", "refused 408", "refused 500", "refused 503")
+    assert all(fates[one] for one in (*rare, "error in a stream")), fates
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(100))
+def test_a_million_requests(part: int) -> None:
+    first = 1000 + 20 * part
+    assert lived(range(first, first + 20)).total() == 10_000
+
+
+def test_a_world_is_replayed_from_its_seed() -> None:
+    worlds = [World(seed, 150) for seed in (5, 5, 6)]
+    for one in worlds:
+        one.run()
+    once, again, other = (one.transcript.hexdigest() for one in worlds)
+    assert once == again != other
+
+
+# --- mistakes that it has to notice ---------------------------------------------------------------
+
+
+def _tell_twice(patch: pytest.MonkeyPatch) -> None:
+    tell = Asking.tell
+
+    def twice(self: Asking, message: Any) -> None:
+        tell(self, message)
+        if isinstance(message, RowNews) and message.index == 0 and message.kind is None:
+            tell(self, message)
+
+    patch.setattr(Asking, "tell", twice)
+
+
+def _tell_again_after_a_death(patch: pytest.MonkeyPatch) -> None:
+    def all_of_it(self: Asking, message: Any) -> None:
+        self.news.put_nowait(message)
+
+    patch.setattr(Asking, "tell", all_of_it)
+
+
+def _lose_a_message(patch: pytest.MonkeyPatch) -> None:
+    tell, count = Asking.tell, iter(range(10**9))
+
+    def most(self: Asking, message: Any) -> None:
+        if next(count) % 400 != 399:
+            tell(self, message)
+
+    patch.setattr(Asking, "tell", most)
+
+
+def _never_say_who_left(patch: pytest.MonkeyPatch) -> None:
+    send = EngineLink._send
+
+    def silent(self: EngineLink, message: Any) -> None:
+        if not isinstance(message, Leave):
+            send(self, message)
+
+    patch.setattr(EngineLink, "_send", silent)
+
+
+def _free_no_rows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Submission, "leave", lambda self: None)
+
+
+def _end_in_silence(patch: pytest.MonkeyPatch) -> None:
+    def silent(self: EngineLink, text: str, *, always: bool) -> None:
+        for id, one in list(self._asking.items()):
+            if one.deaths:
+                del self._asking[id]
+                self._leave_line(one, one.made)
+
+    patch.setattr(EngineLink, "_fail_all", silent)
+
+
+def _mix_answers_up(patch: pytest.MonkeyPatch) -> None:
+    follow = EngineLink.follow
+
+    async def other(self: EngineLink, ask: Any, place: Any = None) -> AsyncGenerator[Any, None]:
+        count = getattr(self, "asked", 0) + 1
+        last, self.asked, self.last = getattr(self, "last", ask), count, ask  # type: ignore[attr-defined]
+        prompt = last.prompt if count % 50 == 0 else ask.prompt
+        changed = link_module.Ask(ask.id, ask.model, prompt, ask.keywords, streams=ask.streams)
+        async for message in follow(self, changed, place):
+            yield message
+
+    patch.setattr(EngineLink, "follow", other)
+
+
+def _keep_places_in_line(patch: pytest.MonkeyPatch) -> None:
+    leave, count = WaitingLine.leave, iter(range(10**9))
+
+    def most(self: WaitingLine, number: int, made: int = 0) -> None:
+        if next(count) % 100 != 99:
+            leave(self, number, made)
+
+    patch.setattr(WaitingLine, "leave", most)
+
+
+def _keep_rows_of_keys(patch: pytest.MonkeyPatch) -> None:
+    use = QuotaBook.use_rows
+    patch.setattr(QuotaBook, "use_rows", lambda self, owner, rows: use(self, owner, max(rows, 0)))
+
+
+def _call_half_an_answer_whole(patch: pytest.MonkeyPatch) -> None:
+    event = WireForm.event
+
+    def done(self: WireForm, value: Any) -> bytes:
+        return event(self, value) + (self.end if "error" in value else b"")
+
+    patch.setattr(WireForm, "event", done)
+
+
+def _forget_an_exchange(patch: pytest.MonkeyPatch) -> None:
+    monkey, count = Exchange.stop_listening, iter(range(10**9))
+
+    def most(self: Exchange) -> None:
+        if next(count) % 100 != 99:
+            monkey(self)
+
+    patch.setattr(Exchange, "stop_listening", most)
+
+
+def _drop_events(patch: pytest.MonkeyPatch) -> None:
+    deliver, count = Driver._deliver, iter(range(10**9))
+
+    def most(self: Driver) -> None:
+        if len(self._reported) > 1 and next(count) % 20 == 19:
+            self._reported = self._reported[1:]
+        deliver(self)
+
+    patch.setattr(Driver, "_deliver", most)
+
+
+def _refuse_at_random(patch: pytest.MonkeyPatch) -> None:
+    room, count = Front._require_room, iter(range(10**9))
+
+    def moody(self: Front, positions: int, asks: int) -> None:
+        if next(count) % 100 == 99:
+            raise ZeroDivisionError
+        room(self, positions, asks)
+
+    patch.setattr(Front, "_require_room", moody)
+
+
+def _always(mistake: Callable[[pytest.MonkeyPatch], None]) -> Any:
+    return pytest.param(mistake, id=mistake.__name__.strip("_"))
+
+
+def _with_all(mistake: Callable[[pytest.MonkeyPatch], None]) -> Any:
+    return pytest.param(mistake, id=mistake.__name__.strip("_"), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        _always(_tell_again_after_a_death),
+        _always(_free_no_rows),
+        _always(_end_in_silence),
+        _with_all(_tell_twice),
+        _with_all(_lose_a_message),
+        _with_all(_never_say_who_left),
+        _with_all(_mix_answers_up),
+        _with_all(_keep_places_in_line),
+        _with_all(_keep_rows_of_keys),
+        _with_all(_call_half_an_answer_whole),
+        _with_all(_forget_an_exchange),
+        _with_all(_drop_events),
+        _with_all(_refuse_at_random),
+    ],
+)
+def test_a_mistake_is_noticed(
+    mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistake(monkeypatch)
+    with pytest.raises(Wrong, match=r"replay with World\(\d+, 200\)\.run\(\)"):
+        for seed in range(12):
+            World(seed, 200).run()

@@ -157,6 +157,8 @@ def _is_wanted(item: pytest.Item, config: pytest.Config) -> bool:
         return False
     if item.get_closest_marker("others") and missing_others():
         return False
+    if item.get_closest_marker("clients") and "clients" not in config.getoption("-m"):
+        return False
     if (shell := item.get_closest_marker("shell")) and shutil.which(shell.args[0]) is None:
         return False
     shard = config.getoption("shard")

@@ -295,7 +295,8 @@ def test_more_of_a_search_and_a_conversation(server: Served) -> None:
         ({"prompt": "x", "max_token": 3}, "max_tokens"),
         ({"prompt": "x", "logits_processor": ["a"]}, "is code"),
         ({"prompt": [400]}, "beyond the vocabulary"),
-        ({"prompt": "x", "max_tokens": 10_000}, "longer than the context"),
+        ({"prompt": "x", "add_generation_prompt": False}, "no effect"),
+        ({"prompt": "x", "max_tokens": 10_000}, "longer than the model's context"),
     ],
 )
 def test_what_cannot_be_opened(server: Served, body: Any, said: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import everystep as es
+from everystep.config.named_strategies import NAMED
 from everystep.errors import RequestError
 from tests.server.serving import TOKENIZER, Served, chunks_of, joined, tiny
 
@@ -51,6 +52,22 @@ STRATEGIES: tuple[dict[str, Any], ...] = (
     {"token_healing": True},
     {"suppress_tokens": [70, 80]},
     {"logit_bias": {"90": 4.0, "101": -3.0}},
+    {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "num_return_sequences": 2},
+    {"num_beams": 3, "n_best": 3},
+    {"num_beams": 2, "regex": "[ab]{3,8}"},
+    {"num_beams": 3, "prompt_lookup_num_tokens": 3},
+    {"do_sample": True, "prompt_lookup_num_tokens": 3, "draft_verification": "rejection"},
+    {"assistant_early_exit": 1},
+    {"allowed_sequences": ["red", "green", "blue"]},
+    {"allowed_sequences": ["red", "green", "blue"], "num_beams": 2},
+    {"grammar": 'start: "a" start | "b"'},
+    {"watermarking_config": {"bias": 3.0}},
+    {"guidance_scale": 2.0, "do_sample": True},
+    {"dola_layers": "high", "do_sample": True},
+    *({"strategy": name} for name in ("greedy", "sample", "best_of", "beam", "beam_sample")),
+    *({"strategy": name} for name in ("dola", "contrastive", "guided", "lookup")),
+    {"strategy": "constrained_beam", "force_words_ids": [[70, 71]]},
+    {"strategy": "early_exit", "assistant_early_exit": 1},
 )
 
 
@@ -60,7 +77,7 @@ def drawn(rng: random.Random) -> tuple[Any, dict[str, Any]]:
     if rng.random() < 0.2:
         prompt = rng.choices(range(5, 300), k=rng.randint(1, 12))
     asked = {**rng.choice(STRATEGIES)}
-    if asked.get("do_sample"):
+    if asked.get("do_sample") or asked.get("strategy") in ("sample", "best_of", "beam_sample"):
         for name in rng.sample(sorted(SAMPLERS), rng.randint(0, 4)):
             asked[name] = rng.choice(SAMPLERS[name])
     asked |= {"max_new_tokens": rng.randint(1, 20), "seed": rng.randint(0, 2**40)}
@@ -115,6 +132,11 @@ def require_same(server: Served, seed: int) -> bool:
 def test_random_requests_are_those_of_the_library(server: Served) -> None:
     errors = sum(require_same(server, seed) for seed in range(60))
     assert errors < 15, "the draws are mostly possible"
+
+
+def test_every_named_strategy_is_asked_for() -> None:
+    asked = {one.get("strategy") for one in STRATEGIES}
+    assert asked >= {*NAMED} - {"assisted"}, "which needs a model, and a request has none"
 
 
 @pytest.mark.slow

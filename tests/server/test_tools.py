@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -16,6 +17,7 @@ from everystep.server.host import HostedModel
 from everystep.server.link import EngineLink, ThreadMooring
 from everystep.server.local import listening
 from everystep.testing.tokenizer import tiny_tokenizer
+from tests.clients.client import CLIENTS
 from tests.dialogue.templates import FORMS
 from tests.server.serving import LIMITS, Served, chunks_of, tiny
 
@@ -115,3 +117,9 @@ def test_a_conversation_with_calls_and_results(server: Served) -> None:
     assert answer["choices"][0]["finish_reason"] == "stop", "as OpenAI has it"
     wrong = server.post("/v1/chat/completions", **{**FORCED, "tool_choice": "ad"})
     assert wrong.status_code == 400 and "add" in wrong.json()["error"]["message"]
+
+
+def test_open_webui_s_calls_are_answered(server: Served, tmp_path: Path) -> None:
+    """As `scripts/clients` asks them of the default model."""
+    (client,) = [one for one in CLIENTS if not one.pins]
+    client.require_shown(server.url, tmp_path)

@@ -60,6 +60,27 @@ def test_several_choices_and_their_log_probabilities(client: openai.OpenAI) -> N
             assert entry.top_logprobs[0].logprob >= entry.logprob - 1e-6
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("last", [False, True])
+def test_each_chunk_counts_tokens_so_far(server: Served, path: str, last: bool) -> None:
+    """As load generators ask for it."""
+    asked = {"messages": HELLO} if "chat" in path else {"prompt": ["hello", "the and"]}
+    options = {"continuous_usage_stats": True, "include_usage": last}
+    body = {**asked, "n": 2, "do_sample": True, "seed": 3, "max_tokens": 5, "ignore_eos": True}
+    whole = server.post(path, **body).json()["usage"]
+    answer = server.post(path, **body, stream=True, stream_options=options)
+    chunks = chunks_of(answer.text)
+    assert bool(not chunks[-1]["choices"]) == last
+    counted = [one["usage"] for one in chunks]
+    assert {one["prompt_tokens"] for one in counted} == {whole["prompt_tokens"]}
+    made = [one["completion_tokens"] for one in counted]
+    assert made == sorted(made) and made[-1] == whole["completion_tokens"] and len(set(made)) > 4
+    assert all(
+        one["total_tokens"] == one["prompt_tokens"] + made
+        for one, made in zip(counted, made, strict=True)
+    )
+
+
 def test_every_choice_is_opened_first_and_says_its_role_once(server: Served) -> None:
     body = {
         "messages": HELLO,

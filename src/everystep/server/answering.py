@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import msgspec
@@ -452,7 +452,13 @@ class StreamedAnswer:
         kind = "chat.completion.chunk" if self._wanted.in_chat else "text_completion"
         choice = {"index": place, "finish_reason": None, **said}
         chunk = self._head.of(kind, [choice])
+        if self._wanted.counts:
+            return {**chunk, "usage": self._usage_so_far()}
         return {**chunk, "usage": None} if self._wanted.usage else chunk
+
+    def _usage_so_far(self) -> dict[str, Json]:
+        prompt = sum(len(ids) for ids, _ in self._wanted.prompts)
+        return replace(self.usage, prompt=prompt).shown()
 
 
 class AnswerReader:

@@ -24,7 +24,7 @@ from everystep.errors import (
     shown,
 )
 from everystep.images import ScaledImage
-from everystep.server.fields import GENERATE, Json
+from everystep.server.fields import FLAG, GENERATE, Json, require_fields
 from everystep.server.line import LinePlace
 from everystep.server.messages import Ask, ModelFacts, Pixels, ScoreAsk
 from everystep.server.pictures import PictureLimits, with_scaled
@@ -37,6 +37,7 @@ _DIALOGUE = (
     *("tools", "tool_choice", "parallel_tool_calls"),
     *("enable_thinking", "thinking_budget"),
 )
+_STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 _USUAL_TOKENS = 16
 """Tokens of a completion that names no length, as OpenAI has it."""
 
@@ -100,7 +101,8 @@ class Wanted:
     `dialogue`: what is asked of tools and thoughts. `cut`: the context ends an answer before the
     length that was asked for. `said`: fields of the body that its answer repeats or keeps.
     `pools`: how hidden states become vectors, where these are wanted. `priority`: a lower one comes
-    first. `pictures`: those that stand in the one prompt.
+    first. `pictures`: those that stand in the one prompt. `counts`: each chunk of a stream says how
+    many tokens there are so far.
     """
 
     to: Addressee
@@ -122,6 +124,7 @@ class Wanted:
     pools: str | None = None
     priority: int = 0
     pictures: tuple[Pixels, ...] = ()
+    counts: bool = False
 
     def places(self, caller: Caller) -> list[LinePlace]:
         """Return the places in line of these asks."""
@@ -280,9 +283,7 @@ def _wanted(
     stream, options = bool(given.get("stream")), given.get("stream_options")
     if options is not None and not stream:
         raise RequestError("stream_options are for streams", do="Set stream, or leave them out")
-    for name in options or {}:
-        if name not in ("include_usage", "include_obfuscation"):
-            raise UnknownArgumentError(f"stream_options have no field {name[:80]!r}")
+    told = _stream_options(options or {})
     vocabulary = to.facts.vocabulary
     for ids, _ in prompts:
         if any(one >= vocabulary for one in ids):
@@ -299,7 +300,7 @@ def _wanted(
         in_chat,
         n,
         stream,
-        bool((options or {}).get("include_usage")),
+        told.get("include_usage", False),
         echo,
         best,
         nothing,
@@ -307,7 +308,19 @@ def _wanted(
         renamed,
         cut=within.get("max_new_tokens") != keywords.get("max_new_tokens"),
         priority=given.get("priority", 0),
+        counts=told.get("continuous_usage_stats", False),
     )
+
+
+def _stream_options(given: Json) -> dict[str, bool]:
+    """Return the options of a stream that are set; RequestError for one that is not a flag."""
+    asked = require_fields(given, "stream_options", _STREAM_OPTIONS)
+    found = {name: value for name, value in asked.items() if value is not None}
+    for name, value in found.items():
+        if not FLAG.accepts(value):
+            got = shown(value)[:80]
+            raise RequestError(f"stream_options.{name} is impossible", wanted=FLAG.wanted, got=got)
+    return found
 
 
 def rows_of(keywords: Mapping[str, Json]) -> int:
@@ -330,7 +343,7 @@ def _within_context(
         return {**keywords, "max_new_tokens": room}
     if room < 1 or (isinstance(asked, int) and asked > room):
         raise OversizeError(
-            "the prompt and what is asked for are longer than the context",
+            "the prompt with what is asked for is longer than the model's context length",
             wanted=f"at most {context} tokens together",
             got=f"{longest} of the prompt and {asked or 'more'} new ones",
             do="Send a shorter prompt, or ask for fewer tokens",
@@ -475,6 +488,7 @@ def _keywords(
     found = {name: one for name, one in given.items() if name in known}
     renamed: dict[str, str] = {}
     found.pop("logprobs", None)
+    found.pop("add_generation_prompt", None)  # the ids that the template gave say it
     names = (
         ("max_tokens", "max_new_tokens"),
         ("n", "num_return_sequences"),
@@ -558,6 +572,9 @@ def read_open(given: Mapping[str, Json], to: Addressee, caller: Caller) -> dict[
     if (prompt is None) == (messages is None):
         raise RequestError("one of prompt and messages is wanted", do="Send one of them")
     if prompt is not None:
+        if given.get("add_generation_prompt") is not None:
+            what = "add_generation_prompt has no effect on a prompt that is no conversation"
+            raise RequestError(what, do="Send messages, or leave it out")
         ids = _ids(prompt, to)[0]
     else:
         ids = render(messages or [], to.front, begins=given.get("add_generation_prompt", True))

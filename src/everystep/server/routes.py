@@ -91,7 +91,8 @@ _BOTH = (
     WireField(
         "stream_options",
         MAPPING,
-        "With stream: `include_usage`, and `include_obfuscation`, which changes nothing.",
+        "With stream: `include_usage` adds a last chunk with the usage, `continuous_usage_stats`"
+        " tells it in each chunk, and `include_obfuscation` changes nothing.",
     ),
     WireField("stop_token_ids", listed(ID, 64), "Ids that end an answer, beside the model's own."),
     WireField("include_stop_str_in_output", FLAG, "Whether the text keeps what ended it.", "false"),

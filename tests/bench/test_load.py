@@ -1,0 +1,58 @@
+"""The generator of load counts the tokens that were asked for, over HTTP and without it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.reading import ROOT
+from tests.server.serving import served
+
+
+@pytest.fixture
+def generator(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    yield import_module("parts.load")
+
+
+def test_tokens_over_http_are_counted(generator: ModuleType) -> None:
+    prompts = [["hello", "the and"], ["of", "in a"], ["it was", "hello"]]
+    with served() as server:
+        asks = {"ignore_eos": True, "temperature": 0, "return_token_ids": True}
+        found = generator.load(generator.OverHttp(server.port, "tiny", asks), prompts, 7)
+        require_counted(found, 6, 7)
+        with pytest.raises(ConnectionError, match="404"):
+            generator.load(generator.OverHttp(server.port, "nobody", asks), [["a"]], 1)
+
+
+def test_tokens_of_sockets_are_counted(generator: ModuleType) -> None:
+    ours, theirs = socket.socketpair()
+
+    def answer() -> None:
+        with theirs, theirs.makefile("rwb") as file:
+            for line in file:
+                for _ in range(json.loads(line)["max_tokens"]):
+                    file.write(b'data: {"text": "a"}\n\n')
+                file.write(b"data: [DONE]\n\n")
+                file.flush()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with ours:
+        found = generator.load(generator.OverSockets([ours]), [["a", "b", "c"]], 5)
+    thread.join(10)
+    require_counted(found, 3, 5)
+
+
+def require_counted(found: Any, answers: int, tokens: int) -> None:
+    assert [len(one.events) for one in found.answers] == [tokens] * answers
+    assert all(len(one.gaps) == tokens - 1 and min(one.gaps) >= 0 for one in found.answers)
+    assert all(one.first > 0 for one in found.answers)
+    assert found.seconds >= max(one.events[-1] - one.began for one in found.answers)

@@ -15,6 +15,8 @@ function everystepPage(root, source) {
     ["mask", "a part of the prompt masked", "2:5"],
     ["why", "needed for a token", "id, #rank or \"text\""],
     ["prompt", "which part of the prompt mattered", ""],
+    ["lens", "inside: a lens per layer", ""],
+    ["attention", "inside: what each head looked at", ""],
   ];
   const state = { run: 0, sequence: null, at: 0, measure: 0, part: -1, busy: false };
   const windows = new Map(); // steps that were asked for, by run and window
@@ -484,6 +486,7 @@ function everystepPage(root, source) {
       const name = QUESTIONS[kind.selectedIndex][0];
       if (name === "why") obey(`why ${value.value} ${state.at}`);
       else if (name === "prompt") obey("prompt");
+      else if (name === "lens" || name === "attention") obey(`${name} ${state.at} ${state.sequence}`);
       else obey(`if ${name}=${value.value} at ${state.at}`);
     };
     value.addEventListener("keydown", (event) => event.key === "Enter" && ask());

@@ -115,6 +115,11 @@ def heading(record: Record, run: RecordedRun) -> list[tuple[str, str]]:
         ("seed", _text(about.get("seed"))),
         ("prompt", f"{len(run.prompt)} ids: {prompt}"),
     ]
+    if "source" in about:
+        ids = [one for one in _items(about["source"]) if type(one) is int]
+        found.append(("encoder", f"{len(ids)} ids: {''.join(spelled(record, id) for id in ids)}"))
+    if beyond := _items(about.get("beyond_ids")):
+        found.append(("beside ids", ", ".join(map(_text, beyond))))
     for name in ("readout", "drafter"):
         if about.get(name) is not None:
             found.append((name, _text(about[name])))

@@ -7,6 +7,7 @@ draw that leads to the chosen token.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.adapters import Adapter, vectors_of
 from everystep.config import Effective
 from everystep.draws import SeededDraws
 from everystep.engine.watching import StepRecord, WatchedStep
@@ -38,6 +40,8 @@ _MOST_VALUE = 4000
 """Characters of a value of the configuration as JSON, at most."""
 _MOST_PROMPT = 100_000
 """Ids of a prompt that are recorded: the last so many."""
+_MOST_STEERING = 2**17
+"""Bytes of vectors that are recorded."""
 Spell = Callable[[int], bytes]
 
 
@@ -396,7 +400,23 @@ def _about(request: Request) -> dict[str, object]:
         "hooks": [type(hook).__name__ for hook in request.hooks],
         "follows": _followed(request),
         "adapters": [[name, weight] for name, weight in request.adapters],
+        "steer": _steering(request),
     }
+
+
+def _steering(request: Request) -> dict[str, object] | None:
+    """Return the vectors that steer a request, by layer, whole unless they are too long; None
+    without any."""
+    found: dict[str, object] = {}
+    size = 0
+    for one in request.resolved:
+        for layer, vector in vectors_of(one).items() if isinstance(one, Adapter) else ():
+            values = vector.detach().cpu().numpy()
+            size += values.nbytes
+            raw = base64.b64encode(values.tobytes()).decode() if size <= _MOST_STEERING else None
+            norm = exact(float(np.linalg.norm(values)))
+            found[str(layer)] = {"norm": norm, str(values.dtype): raw}
+    return found or None
 
 
 def _about_source(source: Prompt) -> dict[str, object]:

@@ -8,6 +8,7 @@ says where.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from everystep.adapters import STEER
 from everystep.api.open import open as open_run
 from everystep.config import FIELDS
 from everystep.draws import weights
@@ -125,14 +127,36 @@ def require_model(record: Record, run: RecordedRun, model: Any) -> None:
 
 
 def adapters_of(run: RecordedRun) -> list[tuple[str, float]]:
-    """Return the names and weights of the adapters of a run."""
+    """Return the names and weights of the adapters of a run; steering is none of these."""
     said = run.about.get("adapters")
     found = said if isinstance(said, list) else []
     return [
         (str(one[0]), one[1])
         for one in found
-        if isinstance(one, list) and len(one) == 2 and isinstance(one[1], int | float)
+        if isinstance(one, list)
+        and len(one) == 2
+        and isinstance(one[1], int | float)
+        and not str(one[0]).startswith(STEER)
     ]
+
+
+def steering_of(run: RecordedRun) -> dict[int, torch.Tensor]:
+    """Return the vectors that steered a run, by layer; RequestError where the record does not hold
+    them whole."""
+    said = run.about.get("steer")
+    found = {}
+    for layer, one in said.items() if isinstance(said, dict) else ():
+        kinds = one if isinstance(one, dict) else {}
+        kind = next((name for name in ("float32", "float64") if name in kinds), "")
+        try:
+            raw = base64.b64decode(kinds[kind], validate=True)
+            values = np.frombuffer(raw, dtype=kind)
+            found[int(layer)] = torch.from_numpy(values.copy())
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"the record does not hold the vector that steered layer {str(layer)[:20]}"
+            do = "Open the run again with es.open and steer=..."
+            raise RequestError(what, do=do) from error
+    return found
 
 
 def source_of(run: RecordedRun) -> list[int]:
@@ -183,6 +207,8 @@ def _settings(run: RecordedRun, changes: Mapping[str, object]) -> dict[str, obje
         found[kind] = json.loads(text) if kind in ("schema", "choices") else text
     if adapters := adapters_of(run):
         found["adapters"] = dict(adapters)
+    if steer := steering_of(run):
+        found["steer"] = steer
     seed = run.about.get("seed")
     found["seed"] = seed if type(seed) is int else 0
     return {**found, **changes}
@@ -571,6 +597,9 @@ def occlusion(
     prompt_of(run)
     if "source" in run.about:
         what = "parts of what an encoder reads are masked one at a time"
+        raise UnsupportedError(what, do="Ask --what-if mask=FIRST:END for each")
+    if steering_of(run):
+        what = "parts of the prompt of a run that is steered are masked one at a time"
         raise UnsupportedError(what, do="Ask --what-if mask=FIRST:END for each")
     answer = run.tokens.get(0, [])[:end]
     if not answer:

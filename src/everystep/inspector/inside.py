@@ -25,6 +25,7 @@ from everystep.inspector.counterfactuals import (
     require_model,
     run_of,
     source_of,
+    steering_of,
 )
 from everystep.inspector.paths import rows_along
 from everystep.models import Model
@@ -270,6 +271,8 @@ def _inner(run: RecordedRun) -> dict[str, object]:
             found[name] = value[0] if isinstance(value, list) and len(value) == 2 else value
     if mix := adapters_of(run):
         found["adapters"] = dict(mix)
+    if steer := steering_of(run):
+        found["steer"] = steer
     return found
 
 

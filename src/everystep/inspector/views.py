@@ -126,6 +126,10 @@ def heading(record: Record, run: RecordedRun) -> list[tuple[str, str]]:
     for name in ("processors", "stops", "hooks", "adapters"):
         for one in _items(about.get(name)):
             found.append((name, _text(one[-1] if isinstance(one, list) and one else one)))
+    steer = about.get("steer")
+    for layer, said in steer.items() if isinstance(steer, dict) else ():
+        norm = said.get("norm") if isinstance(said, dict) else None
+        found.append(("steer", f"after layer {_text(layer)}, a vector of length {_text(norm)}"))
     configuration = about.get("configuration")
     if isinstance(configuration, dict):
         for name, said in configuration.items():

@@ -51,7 +51,8 @@ class Decoder(Network):
 
     `positions`: (rows, E) embeddings of positions, where it learns them. `recomputes`: what a layer
     computes is not kept for gradients, but computed once more. `changes_rows`: what adapters make
-    of rows (N, E) of the table that were looked up for ids (N,).
+    of rows (N, E) of the table that were looked up for ids (N,); `changes_states`: what steering
+    makes of hidden states (N, E) after a layer.
     """
 
     spec: DecoderSpec
@@ -60,6 +61,7 @@ class Decoder(Network):
     positions: Tensor | None = None
     recomputes: bool = False
     changes_rows: Callable[[Tensor, Tensor], Tensor] | None = None
+    changes_states: Callable[[int, Tensor], Tensor] | None = None
 
     @property
     def heads(self) -> int:
@@ -125,6 +127,8 @@ class Decoder(Network):
             given = hidden, tables.get(rope) if rope else None, context
             again = self.recomputes and torch.is_grad_enabled()
             hidden = checkpoint(run, *given, use_reentrant=False) if again else run(*given)
+            if self.changes_states is not None:
+                hidden = self.changes_states(index, hidden)
             context.keep(hidden)
             if added is not None and index < self.spec.deepstack:
                 hidden = hidden.index_add(0, added.places, added.values[:, index])

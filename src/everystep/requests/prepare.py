@@ -15,6 +15,7 @@ from warnings import warn
 
 import torch
 
+from everystep.adapters import without_steering
 from everystep.cache.containers import Cache
 from everystep.cache.formats import Quantization
 from everystep.cache.layers import StaticLayer
@@ -267,7 +268,7 @@ def _recorded(
     fields, tokenizer = options.effective, options.tokenizer
     digests = subject.digest(), tokenizer_digest(tokenizer)
     about = partial(RunRecorder.of, writer, fields, tokenizer, digests)
-    mixes = (tuple(name for name, _ in row.adapters) for row in rows)
+    mixes = (without_steering(row.adapters) for row in rows)
     adapted = (subject.digest(names) if names else None for names in mixes)
     read: Sequence[Prompt | None] = [None] * len(rows)
     if source is not None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import numpy as np
 
+from everystep.adapters import without_steering
 from everystep.config.kinds import is_integer
 from everystep.drivers.generated import Generated
 from everystep.drivers.session import Session
@@ -535,7 +536,7 @@ class Run:
                 raise RequestError(what, do="Save the run that it was forked from")
             rules = [(start, one.asked) for start, one in self._rules]
             trail = Trail(self._given, self._memos, self._number, self._shown)
-            adapters = tuple(name for name, _ in self._group.request.adapters)
+            adapters = without_steering(self._group.request.adapters)
             dumped = self._hands.engine.dump(self._group)
             state = RunState(self._passed, rules, adapters, trail, dumped)
             write_run(state, self.model, self.tokenizer, as_path(path))

@@ -37,7 +37,7 @@ from everystep.adapters.peft_adapter import PeftAdapter
 from everystep.adapters.peft_config import AdapterConfig, LoHaConfig, LoraConfig, new_adapter
 from everystep.adapters.peft_folder import read_adapter, write_adapter
 from everystep.adapters.steering import (
-    Steering,
+    SteeringAdapter,
     read_steering,
     vectors_of,
     without_steering,
@@ -66,7 +66,7 @@ __all__ = [
     "PeftAdapter",
     "STEER",
     "STEERED_LAYERS",
-    "Steering",
+    "SteeringAdapter",
     "adapted",
     "learning",
     "let_follow",

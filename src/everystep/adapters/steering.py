@@ -26,14 +26,14 @@ _KNOWN: WeakValueDictionary[str, Adapter] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
-class Steering:
+class SteeringAdapter:
     """The steering of a row: the adapter that it is, and its name in a mix."""
 
     name: str
     adapter: Adapter
 
 
-def read_steering(model: object, value: object) -> Steering | None:
+def read_steering(model: object, value: object) -> SteeringAdapter | None:
     """Return the steering of vectors by layer, {12: vector}; None for none.
 
     RequestError for what are no vectors of the model's width after layers that it has, and
@@ -68,7 +68,7 @@ def read_steering(model: object, value: object) -> Steering | None:
     made = Adapter(targets)
     where = "" if network.device.type == "cpu" else f" on {network.device}"
     name = f"{STEER}{made.digest()[:32]}{where}"
-    return Steering(name, _KNOWN.setdefault(name, made))
+    return SteeringAdapter(name, _KNOWN.setdefault(name, made))
 
 
 def vectors_of(adapter: Adapter) -> dict[int, Tensor]:

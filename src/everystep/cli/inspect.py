@@ -379,5 +379,7 @@ def show_step(record: Record, run: RecordedRun, step: int) -> None:
             write_line(line)
         write_table(*views.candidates(record, row))
         write_line()
+    for line in views.unseen_at(record, run, one):
+        write_line(line)
     for line in views.about_step(record, one):
         write_line(line)

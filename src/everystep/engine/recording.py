@@ -68,14 +68,18 @@ class RunRecorder:
         fields: Effective,
         tokenizer: Any,
         digests: tuple[str, str],
+        trims: bool,
         adapted: str | None,
         source: Prompt | None,
         request: Request,
     ) -> RunRecorder:
-        """Return the recorder of a request; `fields`: the configuration in force, `digests`: of
-        model and tokenizer, `adapted`: of the model with the request's adapters, if it has some,
-        `source`: what an encoder reads."""
-        about = {**_about(request), "configuration": _configuration(fields)}
+        """Return the recorder of a request; `fields`: the configuration in force.
+
+        `digests`: of model and tokenizer. `trims`: whether texts lose the stop string that ended
+        them. `adapted`: the digest of the model with the request's adapters, if it has some.
+        `source`: what an encoder reads.
+        """
+        about = {**_about(request), "configuration": _configuration(fields), "trims": trims}
         if adapted is not None:
             about["adapted"] = adapted
         if source is not None:

@@ -166,7 +166,8 @@ class RecordedRun:
     each sequence by its index. `given`: positions whose ids were not chosen. `parent`: the run that
     it goes on from, and after how many ids. `changes`: what was set, and after how many ids.
     `before`: of a fork, the choices that its tokens were made by before it, by sequence and
-    position."""
+    position. `settled`: after how many steps how many ids of a sequence were final: (steps, index,
+    length)."""
 
     name: str
     about: Mapping[str, Json]
@@ -178,6 +179,7 @@ class RecordedRun:
     parent: tuple[str, int] | None = None
     changes: list[tuple[int, Mapping[str, Json]]] = field(default_factory=list)
     before: dict[int, dict[int, RecordedRow]] = field(default_factory=dict, repr=False)
+    settled: list[tuple[int, int, int]] = field(default_factory=list, repr=False)
 
     def row_at(self, position: int, index: int = 0) -> RecordedRow | None:
         """Return the last choice of what stands at this position; None where it was given."""
@@ -507,10 +509,12 @@ def _child(child: list[Json]) -> RecordedChild:
 
 def _tokens(record: Record, line: Mapping[str, Json]) -> None:
     run, at, ids = _run_of(record, line), _whole(line["at"]), _ids(line["ids"])
-    own = run.tokens.setdefault(_whole(line["index"]), [])
+    index = _whole(line["index"])
+    own = run.tokens.setdefault(index, [])
     if not 0 <= at <= len(own):
         raise ValueError("tokens begin behind the end of the text")
     own[at:] = ids
+    run.settled.append((len(run.steps), index, len(own)))
 
 
 def _end(record: Record, line: Mapping[str, Json]) -> None:

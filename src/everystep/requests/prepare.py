@@ -267,7 +267,7 @@ def _recorded(
     """Return the requests with what writes down their steps; `source`: what an encoder reads."""
     fields, tokenizer = options.effective, options.tokenizer
     digests = subject.digest(), tokenizer_digest(tokenizer)
-    about = partial(RunRecorder.of, writer, fields, tokenizer, digests)
+    about = partial(RunRecorder.of, writer, fields, tokenizer, digests, options.trims)
     mixes = (without_steering(row.adapters) for row in rows)
     adapted = (subject.digest(names) if names else None for names in mixes)
     read: Sequence[Prompt | None] = [None] * len(rows)

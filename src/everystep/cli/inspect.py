@@ -17,7 +17,7 @@ from everystep.errors import MissingExtraError
 from everystep.files.sources import DEFAULT_MODEL
 from everystep.inspector import views
 from everystep.inspector.paths import choosing
-from everystep.records import Record, RecordedRun, read_record
+from everystep.records import Record, RecordedRun, read_record, redact_record
 
 _LEVELS = ("", "on #1d3b53", "on #5c4a00 underline", "on #7a3b00 underline", "on #7d1128 bold")
 _ORIGINS = {"given": "italic cyan", "forced": "dim", "drafted": "green"}
@@ -122,6 +122,10 @@ def inspect(
             help="Write a page (.html), a series (.csv, .parquet) or a trace (.json).",
         ),
     ] = None,
+    redact: Annotated[
+        Path | None,
+        typer.Option("--redact", metavar="OUT", help="Write it without texts, to hand on."),
+    ] = None,
     tui: Annotated[bool, typer.Option("--tui", help="Walk through it with arrow keys.")] = False,
     *,
     prompt: Prompt = None,
@@ -154,6 +158,10 @@ def inspect(
     if file is None:
         hold(loaded, str(prompt), said, as_message=as_message, web=(web, port, allow_host))
         return
+    if redact is not None:
+        redact_record(file, redact)
+        note(f"wrote {redact}: ids and numbers without texts; ids of the answer can be spelled")
+        return
     record = read_record(file)
     rival = None if other is None else (other.name, read_record(other))
     inner = [name for name, asked in (("lens", lens), ("attention", attention)) if asked]
@@ -181,7 +189,7 @@ def _was_typed(context: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-_OF_FILES = ("other", "run", "sequence", "step", "tree", "rows", "find", "export", "tui")
+_OF_FILES = ("other", "run", "sequence", "step", "tree", "rows", "find", "export", "redact", "tui")
 _OF_LAYERS = ("lens", "attention")
 _OF_QUESTIONS = ("what_if", "why", "at", "which_prompt", *_OF_LAYERS)
 _OF_PAGES = ("port", "allow_host")
@@ -206,7 +214,9 @@ def _require_sense(context: typer.Context, *, file: Path | None, prompt: str | N
         wrong, why = questions & {"at"}, "belongs to --what-if, --why, --lens or --attention"
     if not wrong and questions and not questions <= {"at", *_OF_LAYERS}:
         wrong, why = typed & {"sequence"}, "is of --lens and --attention, not of other questions"
-    ways = typed & {"web", "tui", "export", "step", "tree", "find"}
+    ways = typed & {"web", "tui", "export", "redact", "step", "tree", "find"}
+    if not wrong and "redact" in typed and "other" in typed:
+        wrong, why = {"other"}, "is compared; a record is redacted alone"
     if not wrong and len(ways | ({"what-if"} if questions else set())) > 1 and questions:
         wrong, why = ways, "and questions are asked one at a time"
     if not wrong and len(ways) > 1:

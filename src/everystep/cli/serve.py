@@ -120,6 +120,18 @@ def serve(
         Path | None,
         typer.Option(metavar="DIR", help="Take batch files, and keep them in this folder."),
     ] = None,
+    record_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--record-dir", metavar="DIR", help="Record what --record-key asks for, in this folder."
+        ),
+    ] = None,
+    record_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--record-key", metavar="KEY", help="A key whose requests are recorded. Repeatable."
+        ),
+    ] = None,
     quantize: o.Quantize = None,
     cache_dtype: o.CacheDtypeOption = None,
     offline: o.Offline = False,
@@ -145,6 +157,8 @@ def serve(
         "deadline": deadline,
         "threads": threads,
         "files": None if files is None else str(files),
+        "record_dir": None if record_dir is None else str(record_dir),
+        "record_keys": record_key,
         "quantize": None if quantize is None else quantize.value,
         "cache_dtype": None if cache_dtype is None else cache_dtype.value,
         "offline": offline or context.obj or None,

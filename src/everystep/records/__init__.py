@@ -15,5 +15,6 @@ from everystep.records.record_lines import VERSION as VERSION
 from everystep.records.record_lines import Line as Line
 from everystep.records.record_lines import exact as exact
 from everystep.records.record_lines import spelled as spelled
+from everystep.records.redaction import redact_record as redact_record
 from everystep.records.writer import RecordWriter as RecordWriter
 from everystep.records.writer import record_writer as record_writer

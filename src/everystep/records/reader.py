@@ -302,6 +302,14 @@ def _begun(file: Path, line: Mapping[str, Json]) -> Record:
     return Record(line)
 
 
+def whole_lines(path: Path) -> Iterator[Mapping[str, Json]]:
+    """Yield the lines of a record that are whole, as they stand there."""
+    for _, data, _ in _lines(path):
+        line = _parsed(data)
+        if line is not None:
+            yield line
+
+
 # --- bytes and lines ------------------------------------------------------------------------------
 
 

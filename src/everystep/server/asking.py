@@ -23,6 +23,7 @@ from everystep.errors import (
     nearest,
     shown,
 )
+from everystep.server.access import RecordFolder
 from everystep.server.fields import GENERATE, Json
 from everystep.server.line import LinePlace
 from everystep.server.messages import Ask, ModelFacts, ScoreAsk
@@ -65,10 +66,12 @@ class Addressee:
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Whose request it is: the digest of its key, None where there are no keys. `background`:
-    nobody waits for the answer."""
+    nobody waits for the answer. `records`: where what the key asks for is recorded, None if it is
+    not."""
 
     key: str | None = None
     background: bool = False
+    records: RecordFolder | None = None
 
     def salt(self, own: str | None) -> str | None:
         """Return what requests must have in common to share rows: the key, and their own salt."""
@@ -129,8 +132,13 @@ class Wanted:
         """Return what is asked of the engine, an ask per prompt."""
         pairs = zip(numbers, self.prompts, strict=True)
         known, chat, stream = dict(self.keywords), self.in_chat, self.stream
+        kept = None if self.pools is not None else calling().records
         return [
-            Ask(n, self.to.model, ids, known, chat, stream, pools=self.pools)
+            Ask(
+                *(n, self.to.model, ids, known, chat, stream),
+                pools=self.pools,
+                record=None if kept is None else str(kept.new_file()),
+            )
             for n, (ids, _) in pairs
         ]
 

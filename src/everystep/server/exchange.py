@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from everystep.errors import EverystepError, RequestError
-from everystep.server.access import Hosts, Keys
+from everystep.server.access import Hosts, Keys, RecordFolder
 from everystep.server.asking import Caller
 from everystep.server.fields import Json
 
@@ -49,7 +49,8 @@ class FrontSettings:
     `body_bytes`: of a body at most. `body_seconds`: between two pieces of it. `write_seconds`: that
     a reader may take nothing. `ping_seconds`: of silence in a stream before a comment. `hosts`:
     names beside localhost and addresses. `origins`: of pages that may ask. `deadline`: seconds that
-    a request may take, None for any number.
+    a request may take, None for any number. `records`: where what `recorded` keys ask for is
+    written down, None for nowhere.
     """
 
     body_bytes: int = 32 << 20
@@ -60,6 +61,8 @@ class FrontSettings:
     hosts: Hosts = field(default_factory=Hosts)
     origins: tuple[str, ...] = ()
     deadline: float | None = None
+    records: RecordFolder | None = None
+    recorded: Keys = field(default_factory=Keys)
 
 
 class Gone(Exception):

@@ -21,7 +21,8 @@ _HEAD = 4
 class Ask(msgspec.Struct, tag=True, frozen=True):
     """A prompt for a model: its ids, the keywords of `generate` beside it, and whether it was a
     conversation. `streams`: whether its tokens are told as they come. `pools`: how its hidden
-    states become the vector that is wanted in place of an answer."""
+    states become the vector that is wanted in place of an answer. `record`: the file that its steps
+    are written to, None for none."""
 
     id: int
     model: str
@@ -31,6 +32,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     streams: bool = False
     seconds: float | None = None
     pools: str | None = None
+    record: str | None = None
 
 
 class ScoreAsk(msgspec.Struct, tag=True, frozen=True):

@@ -19,7 +19,7 @@ from everystep.errors import (
 )
 from everystep.files.gguf import read_gguf
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
-from everystep.server.access import Hosts, Keys, digest_of, is_loopback, read_keys
+from everystep.server.access import Hosts, Keys, RecordFolder, digest_of, is_loopback, read_keys
 from everystep.server.asking import FrontModel
 from everystep.server.engine_process import EngineOrders
 from everystep.server.exchange import FrontSettings
@@ -35,6 +35,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     `model`: what is served; `models`: further ones by name; `adapters`: folders by name, of the
     first model. `key_files`: digests of keys, a line each. `public_without_key`: serve everybody on
     a public address. `drain_seconds`: what a stop waits for. `files`: the folder of batch files.
+    `record_dir`: where the steps of what `record_keys` ask for are written.
     `quota`: that of keys without one of their own; `quotas`: by name or digest of a key.
     """
 
@@ -63,6 +64,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None = None
     offline: bool = False
     files: str | None = None
+    record_dir: str | None = None
+    record_keys: list[str] = []
     quota: Quota | None = None
     quotas: dict[str, Quota] = {}
 
@@ -124,7 +127,20 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
                 got=f"host {self.host}",
                 do="Give --api-key or --key-file, or --public-without-key if everybody may ask",
             )
+        if (self.record_dir is None) != (not self.record_keys):
+            raise RequestError(
+                "records need a folder and a key of their own",
+                wanted="record_dir and record_keys",
+                got="one of the two",
+                do="Give --record-dir and --record-key",
+            )
+        recorded = [digest_of(key) for key in self.record_keys]
+        if {*recorded} & {*digests}:
+            what = "a key that others ask with cannot be the key of records"
+            raise RequestError(what, do="Give --record-key another one")
         return FrontSettings(
+            records=None if self.record_dir is None else RecordFolder(Path(self.record_dir)),
+            recorded=Keys(recorded),
             keys=Keys(digests),
             hosts=Hosts(self.allow_hosts),
             origins=tuple(self.allow_origins),

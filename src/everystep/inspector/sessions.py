@@ -37,7 +37,7 @@ from everystep.inspector.counterfactuals import (
 from everystep.inspector.inside import lens, lens_lines, looks, looks_lines
 from everystep.inspector.page import Titled, document, shown_step
 from everystep.inspector.paths import choosing, rows_along
-from everystep.records import Record, RecordedRun
+from everystep.records import GrowingRecord, Record, RecordedRun
 from everystep.runs.run import Run
 from everystep.runs.steps import Step
 
@@ -364,7 +364,9 @@ class LiveSession(InspectorSession):
         self._title = title
         self._kept = _Kept()
         self._past: list[_Past] = []
-        self._seen: Record | None = None  # what was read of the record since something changed
+        self._seen: Record | None = None  # None once something has changed
+        self._growing: GrowingRecord | None = None
+        self._reading = threading.RLock()  # nobody looks while the record grows
         self.current = self._kept.add(run)
 
     @classmethod
@@ -382,9 +384,13 @@ class LiveSession(InspectorSession):
 
     def record(self) -> Record:
         """Return the record of all runs so far."""
-        if self._seen is None:
-            self._seen = self.run.inspect()
-        return self._seen
+        with self._reading:
+            if self._growing is None:
+                file = self.run.record_file
+                self._growing = None if file is None else GrowingRecord(file)
+            if self._seen is None:
+                self._seen = self.run.inspect(self._growing)
+            return self._seen
 
     def obey(self, line: str, run: str | None = None) -> LineAnswer:
         """Do what a line says; whatever it does, the record is read again."""
@@ -393,9 +399,15 @@ class LiveSession(InspectorSession):
 
     def document(self) -> dict[str, object]:
         """Return the record without steps, and how the run stands."""
-        found = document(self.record(), self._title, whole=False)
+        with self._reading:
+            found = document(self.record(), self._title, whole=False)
         state = {"current": self.current, "done": self.run.done, "alone": self.run.alone}
         return {**found, "asks": True, "live": state}
+
+    def steps(self, run: int, first: int, count: int) -> list[dict[str, object]]:
+        """Return some steps of a run, between two moments at which the record grows."""
+        with self._reading:
+            return super().steps(run, first, count)
 
     def verbs(self) -> Mapping[str, LineVerb]:
         """Return what can be done and asked."""

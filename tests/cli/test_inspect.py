@@ -119,6 +119,10 @@ def test_questions_are_asked_of_the_model(record: Path, folder: Path, call: Call
     why = "".join(call(*asked, "--why", rank, "--at", "2").out for rank in ("#1", "#2"))
     assert "logit" in why
     assert len(call(*asked, "--which-prompt").out.splitlines()) == 1 + len(run.prompt)
+    out = call(*asked, "--lens", "--attention", "--at", "2").out
+    assert "the head after each layer, at token 2" in out and "layer 1 head 0" in out
+    outcome = call(*asked, "--lens", "--at", "2", "--sequence", "4")
+    assert outcome.code == 2 and "no such sequence" in outcome.err
     outcome = call(*asked, "--what-if", "seed")
     assert outcome.code == 2 and "NAME=VALUE" in outcome.err
 
@@ -133,6 +137,9 @@ def test_questions_are_asked_of_the_model(record: Path, folder: Path, call: Call
         (["FILE", "--port", "80"], "--port belong to --web"),
         (["FILE", "--dtype", "float32"], "--dtype belong"),
         (["FILE", "--at", "3"], "--at belongs"),
+        (["FILE", "--why", "#1", "--sequence", "1"], "--sequence is of --lens"),
+        (["FILE", "--lens", "--sequence", "1"], "needs --at"),
+        (["--prompt", "ab", "--lens"], "are for records"),
         (["FILE", "--tree", "--tui"], "are ways to show it"),
         (["FILE", "--why", "#1", "--tree"], "one at a time"),
         (["--prompt", "ab", "--step", "3"], "are for records"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.inspector.pictures import VIEWS
 from tests.reading import ROOT
 
 IMAGES = ROOT / "docs" / "images"
@@ -71,3 +72,10 @@ def test_a_command_is_recorded_with_what_is_typed(script: Any) -> None:
         script.recorded(script.Picture("", ("nonsense",)))
     drawn = script.drawn("a", script.Picture("everystep x", ()), "  b < c\n")
     assert "&#160;&#160;b&#160;&lt;&#160;c" in drawn and "@font-face" not in drawn
+
+
+def test_every_view_of_the_inspector_is_drawn_and_shown() -> None:
+    guide = (ROOT / "docs" / "guide" / "inspect.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"images/([\w-]+)\.png\)", guide))
+    assert shown == set(VIEWS) == {path.stem for path in IMAGES.glob("*.png")}
+    assert all(len(path.read_bytes()) < 200_000 for path in IMAGES.glob("*.png"))

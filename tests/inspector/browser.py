@@ -125,9 +125,10 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._ask("Emulation.setEmulatedMedia", {"features": [scheme]})
 
-    def picture(self) -> str:
-        """What is seen, as PNG in base64."""
-        return str(self._ask("Page.captureScreenshot", {})["data"])
+    def picture(self, clip: dict[str, float] | None = None) -> str:
+        """What is seen, or this part of the page, as PNG in base64."""
+        part = {} if clip is None else {"clip": clip, "captureBeyondViewport": True}
+        return str(self._ask("Page.captureScreenshot", part)["data"])
 
     def _ask(self, method: str, given: dict[str, Any]) -> dict[str, Any]:
         self._serial += 1

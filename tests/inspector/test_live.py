@@ -384,10 +384,13 @@ def test_what_if_is_asked_by_keyboard(browser: Browser, served: PageServer) -> N
         ("mask", "1:3", "prompt 1 to 2 masked"),
         ("why", "#2", "in place of"),
         ("prompt", "", "how much less likely"),
+        ("lens", "", "the head after each layer, at token 3"),
+        ("attention", "", "layer 1 head 3: "),
     ):
         tab_to(browser, "what-kind")
         browser.value("document.getElementById('what-kind').selectedIndex = 0")
         names = ("without", "seed", "temperature", "adapter", "mask", "why", "prompt")
+        names = (*names, "lens", "attention")
         browser.press(*["ArrowDown"] * names.index(kind))
         assert browser.value("document.getElementById('what-kind').selectedIndex") == names.index(
             kind

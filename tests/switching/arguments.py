@@ -214,6 +214,7 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "hooks": ([Louder()], {}),
     "adapter_names": ("formal", {}),
     "adapters": ({"formal": 0.5}, {}),
+    "steer": ({0: 9 * torch.ones(16)}, {}),
     # searches and layers
     "num_beam_groups": (2, {"num_beams": 4, "diversity_penalty": 0.5}),
     "dola_layers": ("low", {}),

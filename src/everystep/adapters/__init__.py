@@ -1,8 +1,11 @@
 """Changes of a model's maps, chosen by each request for itself."""
 
 from everystep.adapters.adapter import (
+    AFTER,
     CHANGED_EMBEDDINGS,
     EVERY_PART,
+    STEER,
+    STEERED_LAYERS,
     Adapter,
     AdapterUse,
     Mix,
@@ -14,6 +17,7 @@ from everystep.adapters.adapter import (
 from everystep.adapters.changes import (
     EVERY_CHANGE,
     AdapterChange,
+    AfterLayer,
     Delta,
     Dense,
     Magnitude,
@@ -32,26 +36,37 @@ from everystep.adapters.named_arguments import read_adding, read_loading
 from everystep.adapters.peft_adapter import PeftAdapter
 from everystep.adapters.peft_config import AdapterConfig, LoHaConfig, LoraConfig, new_adapter
 from everystep.adapters.peft_folder import read_adapter, write_adapter
+from everystep.adapters.steering import (
+    SteeringAdapter,
+    read_steering,
+    vectors_of,
+    without_steering,
+)
 from everystep.adapters.weighted import Combination, weighted_adapter
 
 __all__ = [
-    "CHANGED_EMBEDDINGS",
-    "EVERY_CHANGE",
-    "EVERY_PART",
+    "AFTER",
     "Adapter",
     "AdapterChange",
     "AdapterConfig",
     "AdapterUse",
     "Adapters",
+    "AfterLayer",
+    "CHANGED_EMBEDDINGS",
     "Combination",
     "Delta",
     "Dense",
+    "EVERY_CHANGE",
+    "EVERY_PART",
     "LoHaConfig",
     "LoraConfig",
     "Magnitude",
     "Mix",
     "OutputScaling",
     "PeftAdapter",
+    "STEER",
+    "STEERED_LAYERS",
+    "SteeringAdapter",
     "adapted",
     "learning",
     "let_follow",
@@ -61,11 +76,14 @@ __all__ = [
     "read_adapter",
     "read_adding",
     "read_loading",
+    "read_steering",
     "require_adapter",
     "require_free",
     "uses_of",
+    "vectors_of",
     "weighted_adapter",
     "with_adapter",
     "without_adapter",
+    "without_steering",
     "write_adapter",
 ]

@@ -37,11 +37,15 @@ from everystep.types import Extra
 
 ROLES = ("qkv", "out", "up", "down")  # the projections of a layer that adapters change
 TABLE, HEAD = "embed", "head"  # the keys of the table of embeddings and of the head
+AFTER = "after."  # the keys of what is added after layers begin so
+STEER = "steer:"  # and the names of steering, which no adapter of a model has
 CHANGED_EMBEDDINGS = "changed embeddings"
+STEERED_LAYERS = "steered layers"
 _PARTS = {
     CHANGED_EMBEDDINGS: re.compile(TABLE),
     "changed heads": re.compile(HEAD),
     "changed experts": re.compile(r"layers\.\d+\.experts\..*"),
+    STEERED_LAYERS: re.compile(r"after\.\d+"),
 }
 _NORMS = "changed norms"
 EVERY_PART = frozenset({*_PARTS, _NORMS})
@@ -400,6 +404,20 @@ class AdaptedRows:
         return rows
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SteeredStates:
+    """Hidden states with additions after layers, by layer: each with the positions (n,) that want
+    it, and their weights (n, 1)."""
+
+    added: Mapping[int, tuple[tuple[Addition, Tensor, Tensor], ...]]
+
+    def __call__(self, layer: int, hidden: Tensor) -> Tensor:
+        """Return (N, E) what comes of hidden states (N, E) after a layer."""
+        for one, places, weights in self.added.get(layer, ()):
+            hidden = hidden.index_add(0, places, one(hidden[places]) * weights)
+        return hidden
+
+
 AskedAdapters = Iterable[tuple[Uses, Tensor]]
 """Mixes of adapters, and the positions (n,) that want them."""
 
@@ -426,13 +444,22 @@ def adapted(decoder: Decoder, asked: AskedAdapters) -> Decoder:
         nests = tuple(_Nest(places, parts) for mix, places in nested if (parts := _parts(key, mix)))
         return _AdaptedLinear(base, base.bias, added, nests) if added or nests else base
 
-    keys = {key for mix, _ in wanted for use in mix for key in use.adapter.changed}
-    made = rebuilt(decoder, keys, changed)
-    rows = tuple(
-        (change, places, weights)
-        for adapter, places, weights in _together(decoder, wanted)
-        for change in additions_of(adapter, TABLE)
+    every = {key for mix, _ in wanted for use in mix for key in use.adapter.changed}
+    after = {key for key in every if key.startswith(AFTER)}
+    made = rebuilt(decoder, every - after, changed)
+    together = _together(decoder, wanted)
+    rows, *steered = (
+        tuple(
+            (change, places, weights)
+            for adapter, places, weights in together
+            for change in additions_of(adapter, key)
+        )
+        for key in (TABLE, *sorted(after))
     )
+    if steered:
+        numbers = [int(key.removeprefix(AFTER)) for key in sorted(after)]
+        layers = dict(zip(numbers, steered, strict=True))
+        made = replace(made, changes_states=SteeredStates(layers))
     return replace(made, changes_rows=AdaptedRows(rows)) if rows else made
 
 

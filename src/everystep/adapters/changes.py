@@ -247,6 +247,26 @@ class TokenRows(Addition):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class AfterLayer(Addition):
+    """A vector (E,) that is added to what comes out of a layer, whatever the layer reads."""
+
+    vector: Tensor
+    start: int = 0
+
+    @property
+    def rows(self) -> int:
+        return len(self.vector)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.vector.to(x.dtype).expand_as(x)
+
+    def product(self, dtype: torch.dtype) -> Tensor:
+        raise UnsupportedError(
+            "steering is no weight", do="Name it in each call: steer={layer: vector}"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class NormChange:
     """A difference that makes another norm of one: (E,) of its weight and of its bias, None where
     it has none."""

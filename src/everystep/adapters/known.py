@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from everystep.adapters.adapter import STEER
 from everystep.adapters.peft_adapter import PeftAdapter
 from everystep.errors import RequestError, shown
 from everystep.models import Model
@@ -19,10 +20,10 @@ def with_adapter(known: Adapters, name: str, adapter: PeftAdapter) -> Adapters:
 
 def require_free(known: Adapters, name: str) -> None:
     """Raise RequestError for a name that is taken or invalid."""
-    if not isinstance(name, str) or not name or name in known:
+    if not isinstance(name, str) or not name or name in known or name.startswith(STEER):
         raise RequestError(
             "an adapter cannot have this name",
-            wanted="a string, not the name of an adapter that is loaded",
+            wanted=f"a string, not the name of an adapter that is loaded, not {STEER}...",
             got=shown(name),
             do="Choose another, or call delete_adapter first",
         )

@@ -17,7 +17,7 @@ from everystep.errors import MissingExtraError
 from everystep.files.sources import DEFAULT_MODEL
 from everystep.inspector import views
 from everystep.inspector.paths import choosing
-from everystep.records import Record, RecordedRun, read_record
+from everystep.records import Record, RecordedRun, read_record, redact_record
 
 _LEVELS = ("", "on #1d3b53", "on #5c4a00 underline", "on #7a3b00 underline", "on #7d1128 bold")
 _ORIGINS = {"given": "italic cyan", "forced": "dim", "drafted": "green"}
@@ -75,6 +75,15 @@ OfPrompt = Annotated[
         "--which-prompt", help="Which parts of the prompt mattered.", rich_help_panel=_live
     ),
 ]
+LensOption = Annotated[
+    bool,
+    typer.Option(
+        "--lens", help="What the head makes of each layer's state.", rich_help_panel=_live
+    ),
+]
+AttentionOption = Annotated[
+    bool, typer.Option("--attention", help="What each head looked at.", rich_help_panel=_live)
+]
 
 
 @o.takes(*o.OPTIONS)
@@ -113,6 +122,10 @@ def inspect(
             help="Write a page (.html), a series (.csv, .parquet) or a trace (.json).",
         ),
     ] = None,
+    redact: Annotated[
+        Path | None,
+        typer.Option("--redact", metavar="OUT", help="Write it without texts, to hand on."),
+    ] = None,
     tui: Annotated[bool, typer.Option("--tui", help="Walk through it with arrow keys.")] = False,
     *,
     prompt: Prompt = None,
@@ -124,6 +137,8 @@ def inspect(
     why: Why = None,
     at: At = None,
     which_prompt: OfPrompt = False,
+    lens: LensOption = False,
+    attention: AttentionOption = False,
     model: o.Model = DEFAULT_MODEL,
     dtype: o.DtypeOption = None,
     quantize: o.Quantize = None,
@@ -143,9 +158,14 @@ def inspect(
     if file is None:
         hold(loaded, str(prompt), said, as_message=as_message, web=(web, port, allow_host))
         return
+    if redact is not None:
+        redact_record(file, redact)
+        note(f"wrote {redact}: ids and numbers without texts; ids of the answer can be spelled")
+        return
     record = read_record(file)
     rival = None if other is None else (other.name, read_record(other))
-    lines = _questions(what_if, why, at, which_prompt)
+    inner = [name for name, asked in (("lens", lens), ("attention", attention)) if asked]
+    lines = _questions(what_if, why, at, which_prompt, inner, sequence)
     if web:
         asked = _was_typed(context, "model") or bool(lines)
         shown = (file.name, record), rival
@@ -169,8 +189,9 @@ def _was_typed(context: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-_OF_FILES = ("other", "run", "sequence", "step", "tree", "rows", "find", "export", "tui")
-_OF_QUESTIONS = ("what_if", "why", "at", "which_prompt")
+_OF_FILES = ("other", "run", "sequence", "step", "tree", "rows", "find", "export", "redact", "tui")
+_OF_LAYERS = ("lens", "attention")
+_OF_QUESTIONS = ("what_if", "why", "at", "which_prompt", *_OF_LAYERS)
 _OF_PAGES = ("port", "allow_host")
 _OF_MODELS = ("dtype", "quantize", "cache_dtype", "device", "adapter", "model")
 
@@ -188,10 +209,14 @@ def _require_sense(context: typer.Context, *, file: Path | None, prompt: str | N
     if not wrong and not (typed & {"web"}):
         wrong, why = typed & {*_OF_PAGES}, "belong to --web"
     if not wrong and prompt is None and not questions and "web" not in typed:
-        wrong, why = typed & {*_OF_MODELS}, "belong to --prompt, --web, --what-if or --why"
-    if not wrong and questions == {"at"}:
-        wrong, why = questions, "belongs to --what-if or --why"
-    ways = typed & {"web", "tui", "export", "step", "tree", "find"}
+        wrong, why = typed & {*_OF_MODELS}, "belong to --prompt, --web or a question to the model"
+    if not wrong and questions <= {"at", "which_prompt"}:
+        wrong, why = questions & {"at"}, "belongs to --what-if, --why, --lens or --attention"
+    if not wrong and questions and not questions <= {"at", *_OF_LAYERS}:
+        wrong, why = typed & {"sequence"}, "is of --lens and --attention, not of other questions"
+    ways = typed & {"web", "tui", "export", "redact", "step", "tree", "find"}
+    if not wrong and "redact" in typed and "other" in typed:
+        wrong, why = {"other"}, "is compared; a record is redacted alone"
     if not wrong and len(ways | ({"what-if"} if questions else set())) > 1 and questions:
         wrong, why = ways, "and questions are asked one at a time"
     if not wrong and len(ways) > 1:
@@ -204,9 +229,14 @@ def _require_sense(context: typer.Context, *, file: Path | None, prompt: str | N
 
 
 def _questions(
-    what_if: list[str] | None, why: str | None, at: int | None, which_prompt: bool
+    what_if: list[str] | None,
+    why: str | None,
+    at: int | None,
+    which_prompt: bool,
+    inner: list[str],
+    sequence: int,
 ) -> list[str]:
-    """Return what is asked, as the lines of a session."""
+    """Return what is asked, as the lines of a session; `inner`: questions about layers."""
     import shlex
 
     found = []
@@ -215,7 +245,12 @@ def _questions(
         found.append(f"if {shlex.join(what_if)}{place}")
     if why is not None:
         found.append(f"why {why}" if at is None else f"why {why} {at}")
-    return [*found, "prompt"] if which_prompt else found
+    found += ["prompt"] if which_prompt else []
+    for name in inner:
+        if at is None and sequence:
+            raise typer.BadParameter(f"--{name} of another sequence than the first needs --at")
+        found.append(name if at is None else f"{name} {at} {sequence}")
+    return found
 
 
 def _export(record: Record, file: Path, target: Path, other: tuple[str, Record] | None) -> None:
@@ -354,5 +389,7 @@ def show_step(record: Record, run: RecordedRun, step: int) -> None:
             write_line(line)
         write_table(*views.candidates(record, row))
         write_line()
+    for line in views.unseen_at(record, run, one):
+        write_line(line)
     for line in views.about_step(record, one):
         write_line(line)

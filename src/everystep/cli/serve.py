@@ -131,6 +131,24 @@ def serve(
             metavar="URL", help="Send spans of requests there, by OTLP.", rich_help_panel=_seen
         ),
     ] = None,
+    record_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--record-dir",
+            metavar="DIR",
+            help="Record what --record-key asks for, in this folder.",
+            rich_help_panel=_seen,
+        ),
+    ] = None,
+    record_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--record-key",
+            metavar="KEY",
+            help="A key whose requests are recorded. Repeatable.",
+            rich_help_panel=_seen,
+        ),
+    ] = None,
     quantize: o.Quantize = None,
     cache_dtype: o.CacheDtypeOption = None,
     offline: o.Offline = False,
@@ -158,6 +176,8 @@ def serve(
         "files": None if files is None else str(files),
         "vllm_metrics": vllm_metrics or None,
         "otlp_endpoint": otlp_endpoint,
+        "record_dir": None if record_dir is None else str(record_dir),
+        "record_keys": record_key,
         "quantize": None if quantize is None else quantize.value,
         "cache_dtype": None if cache_dtype is None else cache_dtype.value,
         "offline": offline or context.obj or None,

@@ -7,6 +7,7 @@ draw that leads to the chosen token.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.adapters import Adapter, vectors_of
 from everystep.config import Effective
 from everystep.draws import SeededDraws
 from everystep.engine.watching import StepRecord, WatchedStep
@@ -26,7 +28,7 @@ from everystep.processors.grammars.mask import GrammarMask
 from everystep.records import Line, RecordWriter, exact, spelled
 from everystep.stops.ends import EosToken
 from everystep.text import Spelling
-from everystep.types import Event, Request
+from everystep.types import Event, Prompt, Request
 from everystep.types.protocols import Processor
 from everystep.types.request import places_of
 
@@ -38,6 +40,8 @@ _MOST_VALUE = 4000
 """Characters of a value of the configuration as JSON, at most."""
 _MOST_PROMPT = 100_000
 """Ids of a prompt that are recorded: the last so many."""
+_MOST_STEERING = 2**17
+"""Bytes of vectors that are recorded."""
 Spell = Callable[[int], bytes]
 
 
@@ -63,14 +67,25 @@ class RunRecorder:
         writer: RecordWriter,
         fields: Effective,
         tokenizer: Any,
-        tokenizer_digest: str,
-        model_digest: str,
+        digests: tuple[str, str],
+        trims: bool,
+        adapted: str | None,
+        source: Prompt | None,
         request: Request,
     ) -> RunRecorder:
-        """Return the recorder of a request; `fields`: the configuration in force."""
-        about = {**_about(request), "configuration": _configuration(fields)}
+        """Return the recorder of a request; `fields`: the configuration in force.
+
+        `digests`: of model and tokenizer. `trims`: whether texts lose the stop string that ended
+        them. `adapted`: the digest of the model with the request's adapters, if it has some.
+        `source`: what an encoder reads.
+        """
+        about = {**_about(request), "configuration": _configuration(fields), "trims": trims}
+        if adapted is not None:
+            about["adapted"] = adapted
+        if source is not None:
+            about |= _about_source(source)
         spell = None if tokenizer is None else _speller(tokenizer)
-        return cls(writer, (model_digest, tokenizer_digest), about, spell)
+        return cls(writer, digests, about, spell)
 
     def __call__(self, step: WatchedStep) -> None:
         """Write a step, what became final in it, and what ended; an error ends the record alone."""
@@ -133,8 +148,8 @@ class RunRecorder:
         """Yield the first lines of a run that has none yet."""
         if request not in self._names:
             name = self._names[request] = self.writer.begin(*self.digests)
-            prompt = self.about["prompt"]
-            yield from self._texts(prompt if isinstance(prompt, list) else [])
+            for ids in (self.about["prompt"], self.about.get("source")):
+                yield from self._texts(ids if isinstance(ids, list) else [])
             yield {"type": "run", "run": name, **self.about}
 
     # --- texts ------------------------------------------------------------------------------------
@@ -377,6 +392,7 @@ def _about(request: Request) -> dict[str, object]:
         "first_position": max(0, len(prompt) - _MOST_PROMPT) - request.shift,
         "positions": request.prompt.length,
         "cached": request.prompt.start,
+        "beyond_ids": _beyond_ids(request.prompt),
         "strategy": _said(request.strategy),
         "width": request.strategy.width,
         "returns": request.strategy.returns,
@@ -388,7 +404,38 @@ def _about(request: Request) -> dict[str, object]:
         "hooks": [type(hook).__name__ for hook in request.hooks],
         "follows": _followed(request),
         "adapters": [[name, weight] for name, weight in request.adapters],
+        "steer": _steering(request),
     }
+
+
+def _steering(request: Request) -> dict[str, object] | None:
+    """Return the vectors that steer a request, by layer, whole unless they are too long; None
+    without any."""
+    found: dict[str, object] = {}
+    size = 0
+    for one in request.resolved:
+        for layer, vector in vectors_of(one).items() if isinstance(one, Adapter) else ():
+            values = vector.detach().cpu().numpy()
+            size += values.nbytes
+            raw = base64.b64encode(values.tobytes()).decode() if size <= _MOST_STEERING else None
+            norm = exact(float(np.linalg.norm(values)))
+            found[str(layer)] = {"norm": norm, str(values.dtype): raw}
+    return found or None
+
+
+def _about_source(source: Prompt) -> dict[str, object]:
+    """Return the ids that an encoder reads, and what it reads beside them."""
+    ids, beyond = source.ids, _beyond_ids(source)
+    if ids is None or len(ids) > _MOST_PROMPT:
+        return {"source": [], "beyond_ids": beyond or ["source"]}
+    return {"source": ids.tolist(), "beyond_ids": beyond}
+
+
+def _beyond_ids(prompt: Prompt) -> list[str]:
+    """Return the names of what a prompt has beside the ids that a record holds."""
+    given = ("embeds", "injected", "positions", "encoder", "mask")
+    found = [name for name in given if getattr(prompt, name) is not None]
+    return [*found, *prompt.inputs, *prompt.whole, *(["past"] if prompt.before else [])]
 
 
 def _followed(request: Request) -> list[str] | None:

@@ -8,21 +8,24 @@ says where.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from everystep.adapters import STEER
 from everystep.api.open import open as open_run
 from everystep.config import FIELDS
 from everystep.draws import weights
-from everystep.errors import RequestError, shown
+from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.inspector.views import marked, spelled, stage_name
-from everystep.records import Record, RecordedRun
+from everystep.records import Record, RecordedRow, RecordedRun
 from everystep.runs.run import Run
 from everystep.runs.steps import Step
 
@@ -63,13 +66,13 @@ def repeat(
     `again`: keywords of `es.open` whose values no record holds. RequestError for another model, for
     prompts that are more than ids, and where the repetition departs from the record.
     """
-    run = _run_of(record, name)
-    _require_model(record, model)
+    run = run_of(record, name)
+    require_model(record, run, model)
     ids = run.tokens.get(0, [])
     most = len(ids)
     if at is not None and not 0 <= at <= most:
         raise RequestError("the record has no such position", wanted=f"0 to {most}", got=shown(at))
-    opened = open_run(model, tokenizer, _prompt(run), **_settings(run, {}), **again)  # type: ignore[arg-type]
+    opened = open_run(model, tokenizer, prompt_of(run), **_settings(run, {}), **again)  # type: ignore[arg-type]
     if not opened.alone:
         opened.result()
         _require_equal(run, opened)
@@ -87,7 +90,7 @@ def repeat(
         for step in opened:
             chosen = step.branches[0].tokens if step.branches else ()
             if chosen and coming < most and chosen[0] == ids[coming]:
-                difference = max(difference, _apart(run, coming, step))
+                difference = max(difference, apart(run.row_at(coming), step))
             coming += len(chosen)
             if len(opened.tokens) > position:  # contrastive search tells a token a step later
                 break
@@ -99,36 +102,84 @@ def repeat(
     return RepeatedRun(opened, end, difference)
 
 
-def _run_of(record: Record, name: str) -> RecordedRun:
+def run_of(record: Record, name: str) -> RecordedRun:
+    """Return the run of this name; RequestError where there is none."""
     if name not in record.runs:
         names = ", ".join(list(record.runs)[:20])
         raise RequestError(f"the record has no run {name!r}", wanted=names or "a run", got=name)
     return record.runs[name]
 
 
-def _require_model(record: Record, model: Any) -> None:
-    """Raise RequestError unless the record was made with the weights of this model."""
-    own, there = model.digest(), record.header.get("model")
-    if own != there:
-        raise RequestError(
-            "the record was made with another model, so nothing can be repeated with this one",
-            wanted=f"the model {str(there)[:16]}",
-            got=own[:16],
-            do="Pass the model, with the quantisation, that the record was made with",
-        )
+def require_model(record: Record, run: RecordedRun, model: Any) -> None:
+    """Raise RequestError unless a run was made with this model and its adapters."""
+    names = [name for name, _ in adapters_of(run) if name in model.adapters]
+    pairs = [(model.digest(), record.header.get("model"))]
+    if "adapted" in run.about:
+        pairs.append((model.digest(names), run.about["adapted"]))
+    for own, there in pairs:
+        if own != there:
+            raise RequestError(
+                "the record was made with another model, so nothing can be repeated with this one",
+                wanted=f"the model {str(there)[:16]}",
+                got=own[:16],
+                do="Pass the model, with the quantisation and the adapters, that it was made with",
+            )
 
 
-def _prompt(run: RecordedRun, hidden: tuple[int, int] | None = None) -> Any:
+def adapters_of(run: RecordedRun) -> list[tuple[str, float]]:
+    """Return the names and weights of the adapters of a run; steering is none of these."""
+    said = run.about.get("adapters")
+    found = said if isinstance(said, list) else []
+    return [
+        (str(one[0]), one[1])
+        for one in found
+        if isinstance(one, list)
+        and len(one) == 2
+        and isinstance(one[1], int | float)
+        and not str(one[0]).startswith(STEER)
+    ]
+
+
+def steering_of(run: RecordedRun) -> dict[int, torch.Tensor]:
+    """Return the vectors that steered a run, by layer; RequestError where the record does not hold
+    them whole."""
+    said = run.about.get("steer")
+    found = {}
+    for layer, one in said.items() if isinstance(said, dict) else ():
+        kinds = one if isinstance(one, dict) else {}
+        kind = next((name for name in ("float32", "float64") if name in kinds), "")
+        try:
+            raw = base64.b64decode(kinds[kind], validate=True)
+            values = np.frombuffer(raw, dtype=kind)
+            found[int(layer)] = torch.from_numpy(values.copy())
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"the record does not hold the vector that steered layer {str(layer)[:20]}"
+            do = "Open the run again with es.open and steer=..."
+            raise RequestError(what, do=do) from error
+    return found
+
+
+def source_of(run: RecordedRun) -> list[int]:
+    """Return the ids that an encoder read; none without one."""
+    said = run.about.get("source")
+    fits = isinstance(said, list) and all(type(one) is int for one in said)
+    return [*said] if fits and isinstance(said, list) else []
+
+
+def prompt_of(run: RecordedRun, hidden: tuple[int, int] | None = None) -> Any:
     """Return the prompt of a run; `hidden`: from which to which position it is masked."""
-    about, ids = run.about, list(run.prompt)
-    if about.get("left_out") or not ids or about.get("hooks"):
+    about, ids = run.about, source_of(run) or list(run.prompt)
+    more = about.get("beyond_ids")
+    more = [str(one)[:40] for one in more] if isinstance(more, list) else []
+    if about.get("left_out") or not ids or about.get("hooks") or more:
         raise RequestError(
             "the record does not hold all of its prompt, or there were hooks",
             wanted="a prompt of ids alone",
+            got=f"ids and {', '.join(more[:8])}" if more else None,
             do="Open the run again with es.open",
         )
     first = about.get("first_position")
-    padded = max(0, -first) if type(first) is int else 0
+    padded = max(0, -first) if type(first) is int and "source" not in about else 0
     if not padded and hidden is None:
         return ids
     mask = torch.ones(1, len(ids), dtype=torch.int64)
@@ -154,9 +205,10 @@ def _settings(run: RecordedRun, changes: Mapping[str, object]) -> dict[str, obje
     if isinstance(follows, list) and len(follows) == 2:
         kind, text = map(str, follows)
         found[kind] = json.loads(text) if kind in ("schema", "choices") else text
-    adapters = run.about.get("adapters")
-    if isinstance(adapters, list) and adapters:
-        found["adapters"] = {str(name): weight for name, weight in adapters}
+    if adapters := adapters_of(run):
+        found["adapters"] = dict(adapters)
+    if steer := steering_of(run):
+        found["steer"] = steer
     seed = run.about.get("seed")
     found["seed"] = seed if type(seed) is int else 0
     return {**found, **changes}
@@ -197,12 +249,11 @@ def _require_equal(run: RecordedRun, opened: Run) -> None:
 
 def _difference(run: RecordedRun, opened: Run) -> float:
     """Return the largest difference of a search's first choice, which all hypotheses share."""
-    return _apart(run, 0, opened.step_at(0)) if opened.tokens else 0.0
+    return apart(run.row_at(0), opened.step_at(0)) if opened.tokens else 0.0
 
 
-def _apart(run: RecordedRun, position: int, step: Step) -> float:
+def apart(row: RecordedRow | None, step: Step) -> float:
     """Return the largest difference between recorded logits of a choice and repeated ones."""
-    row = run.row_at(position)
     if row is None or step.logits is None:
         return 0.0
     own = step.logits[0].float().cpu().numpy()
@@ -433,7 +484,7 @@ def what_if(
 
     A search begins anew, as its hypotheses cannot be changed on the way.
     """
-    run = _run_of(record, name)
+    run = run_of(record, name)
     before = tuple(run.tokens.get(0, ()))
     repeated = repeat(record, name, model, tokenizer, at, **again)
     own = repeated.run
@@ -467,11 +518,12 @@ def _anew(
     again: Mapping[str, object],
 ) -> Run:
     """Return a run with another prompt or adapter, which stands where the recorded one stood."""
-    if asked.masked is not None and asked.masked[1] > len(run.prompt):
-        wanted = f"positions 0 to {len(run.prompt) - 1}"
+    length = len(source_of(run) or run.prompt)
+    if asked.masked is not None and asked.masked[1] > length:
+        wanted = f"positions 0 to {length - 1}"
         raise RequestError("the prompt has no such span", wanted=wanted, got=asked.masked)
     settings = _settings(run, dict(asked.changes))
-    other = open_run(model, tokenizer, _prompt(run, asked.masked), **settings, **again)  # type: ignore[arg-type]
+    other = open_run(model, tokenizer, prompt_of(run, asked.masked), **settings, **again)  # type: ignore[arg-type]
     if at and other.alone:
         other.send(run.tokens[0][:at])
     return other
@@ -540,30 +592,45 @@ def occlusion(
     the answer count, all without it. `spans`: how many parts at most; a short prompt has one for
     each id.
     """
-    run = _run_of(record, name)
-    _require_model(record, model)
-    _prompt(run)
+    run = run_of(record, name)
+    require_model(record, run, model)
+    prompt_of(run)
+    if "source" in run.about:
+        what = "parts of what an encoder reads are masked one at a time"
+        raise UnsupportedError(what, do="Ask --what-if mask=FIRST:END for each")
+    if steering_of(run):
+        what = "parts of the prompt of a run that is steered are masked one at a time"
+        raise UnsupportedError(what, do="Ask --what-if mask=FIRST:END for each")
     answer = run.tokens.get(0, [])[:end]
     if not answer:
         raise RequestError("the record has no answer to explain", do="Take a run with tokens")
     most = min(max(1, spans), MOST_SPANS)
     width = math.ceil(len(run.prompt) / most)
     ids = torch.tensor([[*run.prompt, *answer]])
-    whole = _answered(model, ids, len(run.prompt), None)
+    answered = partial(_answered, model, dict(adapters_of(run)), ids, len(run.prompt))
+    whole = answered(None)
     found = []
     for first in range(0, len(run.prompt), width):
         span = first, min(first + width, len(run.prompt))
-        found.append(Occlusion(*span, whole - _answered(model, ids, len(run.prompt), span)))
+        found.append(Occlusion(*span, whole - answered(span)))
     return found
 
 
-def _answered(model: Any, ids: torch.Tensor, start: int, span: tuple[int, int] | None) -> float:
-    """Return the sum of log-probabilities of all ids from `start` on, with a span masked."""
+def _answered(
+    model: Any,
+    mix: Mapping[str, float],
+    ids: torch.Tensor,
+    start: int,
+    span: tuple[int, int] | None,
+) -> float:
+    """Return the sum of log-probabilities of all ids from `start` on, with a span masked; `mix`:
+    the adapters of the run."""
+    given = {"adapters": [dict(mix)]} if mix else {}
     mask = torch.ones_like(ids)
     if span is not None:
         mask[0, span[0] : span[1]] = 0
     positions = torch.arange(ids.shape[1])[None]
     with torch.no_grad():
-        logits = model(ids, attention_mask=mask, position_ids=positions).logits
+        logits = model(ids, attention_mask=mask, position_ids=positions, **given).logits
     shares = torch.log_softmax(logits[0, start - 1 : -1].double(), dim=-1)
     return float(shares.gather(1, ids[0, start:, None]).sum())

@@ -15,6 +15,8 @@ function everystepPage(root, source) {
     ["mask", "a part of the prompt masked", "2:5"],
     ["why", "needed for a token", "id, #rank or \"text\""],
     ["prompt", "which part of the prompt mattered", ""],
+    ["lens", "inside: a lens per layer", ""],
+    ["attention", "inside: what each head looked at", ""],
   ];
   const state = { run: 0, sequence: null, at: 0, measure: 0, part: -1, busy: false };
   const windows = new Map(); // steps that were asked for, by run and window
@@ -106,7 +108,7 @@ function everystepPage(root, source) {
       id: "tokens",
       tabindex: "0",
       role: "listbox",
-      "aria-label": "Tokens; arrow keys move, Home and End jump, m measures, c candidates, / finds",
+      "aria-label": "Tokens; arrow keys move, Home and End jump, m measures, b next low share, c candidates, / finds",
       onkeydown: (event) => moved(event),
       onclick: (event) => {
         const at = event.target.dataset.at;
@@ -160,6 +162,7 @@ function everystepPage(root, source) {
         places.measure.selectedIndex = state.measure;
         drawStrip();
       },
+      b: () => low(),
       c: () => places.step.querySelector(".wide") && places.step.querySelector(".wide").focus(),
       "/": () => places.find.focus(),
     };
@@ -240,6 +243,13 @@ function everystepPage(root, source) {
     });
     places.found.textContent = best < 0 ? "nothing was chosen" : `token ${best}`;
     if (best >= 0) go(best);
+  };
+
+  // The next token that the model gave less than a tenth, as `b` finds it in a terminal.
+  const low = () => {
+    const at = tokens().findIndex((token, i) => i > state.at && level(token[1]) >= 2);
+    places.found.textContent = at < 0 ? "no token below 10 % follows" : `token ${at}`;
+    if (at >= 0) go(at);
   };
 
   // The longest run of ids that stands there twice, and where it does first.
@@ -386,9 +396,9 @@ function everystepPage(root, source) {
     step.lost.forEach(([of, id, score, least]) =>
       found.push(`not kept: ${spell(id)} after sequence ${of}, score ${shown(score)}; the worst that was kept has ${shown(least)}`),
     );
-    step.fed.forEach(([of, start, count]) =>
-      found.push(`sequence ${of} fed ${count} positions; ${start} came from a cache`),
-    );
+    found.push(...step.fed);
+    const late = (run().unseen[state.sequence] || {})[state.at];
+    found.push(late === undefined ? "a reader of the stream had all of it after this step" : `a reader of the stream did not have yet: ${late}`);
     const spent = Object.entries(step.seconds).map(([name, s]) => `${name} ${(s * 1000).toFixed(2)} ms`);
     found.push(`step ${token[3]}: ${spent.join(", ")}; ${step.beside} other requests in it`);
     return found;
@@ -484,6 +494,7 @@ function everystepPage(root, source) {
       const name = QUESTIONS[kind.selectedIndex][0];
       if (name === "why") obey(`why ${value.value} ${state.at}`);
       else if (name === "prompt") obey("prompt");
+      else if (name === "lens" || name === "attention") obey(`${name} ${state.at} ${state.sequence}`);
       else obey(`if ${name}=${value.value} at ${state.at}`);
     };
     value.addEventListener("keydown", (event) => event.key === "Enter" && ask());

@@ -124,6 +124,7 @@ def _runs(
                 "prompt": list(run.prompt),
                 "first": start if type(start) is int else 0,
                 "sequences": sequences,
+                "unseen": {str(index): views.unseen(record, run, index) for index in run.tokens},
                 "steps": [*map(shown_step, steps[r])] if whole else len(steps[r]),
                 "ends": views.ends(record, run),
                 "tree": views.forest(record, run),
@@ -158,7 +159,7 @@ def shown_step(step: RecordedStep) -> dict[str, object]:
         "lost": [
             [one.of, one.id, _rounded(one.score), _rounded(one.least)] for one in views.lost(step)
         ],
-        "fed": [[one.of, one.start, one.count] for one in step.fed],
+        "fed": views.fed_lines(step),
         "seconds": _seconds(step.seconds),
         "beside": step.beside,
     }

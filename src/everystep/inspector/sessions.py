@@ -24,6 +24,7 @@ from everystep.api.open import open as open_run
 from everystep.errors import EverystepError, RequestError, nearest
 from everystep.inspector import views
 from everystep.inspector.counterfactuals import (
+    Spell,
     WhatIf,
     needed,
     needed_lines,
@@ -33,9 +34,10 @@ from everystep.inspector.counterfactuals import (
     speller,
     what_if,
 )
+from everystep.inspector.inside import lens, lens_lines, looks, looks_lines
 from everystep.inspector.page import Titled, document, shown_step
 from everystep.inspector.paths import choosing, rows_along
-from everystep.records import Record, RecordedRun
+from everystep.records import GrowingRecord, Record, RecordedRun
 from everystep.runs.run import Run
 from everystep.runs.steps import Step
 
@@ -181,6 +183,32 @@ class InspectorSession(ABC):
             lines.append(f"  {one.first}:{one.end}  {one.loss:8.3f}  {text}")
         return LineAnswer(lines)
 
+    def lens(self, rest: str) -> LineAnswer:
+        """Say what the head makes of the states after each layer."""
+        given, at, index = self._place(rest)
+        return LineAnswer(lens_lines(lens(*given, at, self._speller(), index=index)))
+
+    def attention(self, rest: str) -> LineAnswer:
+        """Say what each head looked at."""
+        given, at, index = self._place(rest)
+        return LineAnswer(looks_lines(looks(*given, at, self._speller(), index=index)))
+
+    def _speller(self) -> Spell:
+        return speller(self.record(), self.tokenizer)
+
+    def _place(self, rest: str) -> tuple[tuple[Record, str, Any, Any], int, int]:
+        """Return what is asked about, and the token and the sequence of [AT [SEQUENCE]]; the last
+        token of the first sequence where nothing is said."""
+        self._require_model()
+        record, name = self.record(), self.run_name()
+        said = rest.split()
+        if len(said) > 2:
+            raise RequestError("too much was said", wanted="AT SEQUENCE", got=rest[:40])
+        index = _whole(said[1], "a sequence") if len(said) > 1 else 0
+        last = max(0, len(record.runs[name].tokens.get(index, [])) - 1)
+        at = _whole(said[0], "a place") if said else last
+        return (record, name, self.model, self.tokenizer), at, index
+
     def help(self, rest: str) -> LineAnswer:
         """Say what there is to say."""
         verbs = self.verbs().values()
@@ -227,7 +255,14 @@ _PROMPT = LineVerb(
 _HELP = LineVerb(
     "help", "these lines; TOKEN: an id, #RANK, or a text in quotes", InspectorSession.help
 )
-_QUESTIONS = {"why": _WHY, "if": _IF, "prompt": _PROMPT, "help": _HELP}
+_LENS = LineVerb("lens [AT [SEQUENCE]]", "what the head makes of each layer's state",
+           InspectorSession.lens)  # fmt: skip
+_ATTENTION = LineVerb(
+    "attention [AT [SEQUENCE]]", "what each head looked at", InspectorSession.attention
+)
+_QUESTIONS = {
+    "why": _WHY, "if": _IF, "prompt": _PROMPT, "lens": _LENS, "attention": _ATTENTION, "help": _HELP
+}  # fmt: skip
 
 
 def _whole(text: str, what: str) -> int:
@@ -329,7 +364,9 @@ class LiveSession(InspectorSession):
         self._title = title
         self._kept = _Kept()
         self._past: list[_Past] = []
-        self._seen: Record | None = None  # what was read of the record since something changed
+        self._seen: Record | None = None  # None once something has changed
+        self._growing: GrowingRecord | None = None
+        self._reading = threading.RLock()  # nobody looks while the record grows
         self.current = self._kept.add(run)
 
     @classmethod
@@ -347,9 +384,13 @@ class LiveSession(InspectorSession):
 
     def record(self) -> Record:
         """Return the record of all runs so far."""
-        if self._seen is None:
-            self._seen = self.run.inspect()
-        return self._seen
+        with self._reading:
+            if self._growing is None:
+                file = self.run.record_file
+                self._growing = None if file is None else GrowingRecord(file)
+            if self._seen is None:
+                self._seen = self.run.inspect(self._growing)
+            return self._seen
 
     def obey(self, line: str, run: str | None = None) -> LineAnswer:
         """Do what a line says; whatever it does, the record is read again."""
@@ -358,9 +399,15 @@ class LiveSession(InspectorSession):
 
     def document(self) -> dict[str, object]:
         """Return the record without steps, and how the run stands."""
-        found = document(self.record(), self._title, whole=False)
+        with self._reading:
+            found = document(self.record(), self._title, whole=False)
         state = {"current": self.current, "done": self.run.done, "alone": self.run.alone}
         return {**found, "asks": True, "live": state}
+
+    def steps(self, run: int, first: int, count: int) -> list[dict[str, object]]:
+        """Return some steps of a run, between two moments at which the record grows."""
+        with self._reading:
+            return super().steps(run, first, count)
 
     def verbs(self) -> Mapping[str, LineVerb]:
         """Return what can be done and asked."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -115,12 +116,26 @@ def heading(record: Record, run: RecordedRun) -> list[tuple[str, str]]:
         ("seed", _text(about.get("seed"))),
         ("prompt", f"{len(run.prompt)} ids: {prompt}"),
     ]
+    if "source" in about:
+        ids = [one for one in _items(about["source"]) if type(one) is int]
+        found.append(("encoder", f"{len(ids)} ids: {''.join(spelled(record, id) for id in ids)}"))
+    if beyond := _items(about.get("beyond_ids")):
+        found.append(("beside ids", ", ".join(map(_text, beyond))))
+    if cached := about.get("cached"):
+        found.append(("cached", f"{_text(cached)} positions came with the prompt's cache"))
+    follows = _items(about.get("follows"))
+    if follows:
+        found.append(("follows", " ".join(map(_text, follows))))
     for name in ("readout", "drafter"):
         if about.get(name) is not None:
             found.append((name, _text(about[name])))
     for name in ("processors", "stops", "hooks", "adapters"):
         for one in _items(about.get(name)):
             found.append((name, _text(one[-1] if isinstance(one, list) and one else one)))
+    steer = about.get("steer")
+    for layer, said in steer.items() if isinstance(steer, dict) else ():
+        norm = said.get("norm") if isinstance(said, dict) else None
+        found.append(("steer", f"after layer {_text(layer)}, a vector of length {_text(norm)}"))
     configuration = about.get("configuration")
     if isinstance(configuration, dict):
         for name, said in configuration.items():
@@ -336,6 +351,75 @@ def instead(step: RecordedStep, draft: RecordedDraft) -> int | None:
     return longest[draft.right] if draft.right < min(len(longest), len(draft.ids)) else None
 
 
+def unseen(record: Record, run: RecordedRun, index: int = 0) -> dict[int, str]:
+    """Return what a reader of a stream did not have yet after the step of a token, by its place:
+    ids that could still change, half characters, and what may begin a stop string that is cut off.
+
+    Places with nothing of that are left out.
+    """
+    ids = run.tokens.get(index, [])
+    number = {id(row): at for at, step in enumerate(run.steps) for row in step.rows}
+    settled = [(steps, length) for steps, own, length in run.settled if own == index]
+    strings = _cut_off(run)
+    held = [*_held(record, ids, strings)]
+    found: dict[int, str] = {}
+    place = final = 0
+    for at, row in enumerate(rows_along(run, index)):
+        if row is None or id(row) not in number:
+            continue
+        while place < len(settled) and settled[place][0] <= number[id(row)] + 1:
+            final, place = settled[place][1], place + 1
+        there = min(final, at + 1)
+        left = held[there - 1] if there else b""
+        late = b"".join(record.texts.get(one, b"") for one in ids[there : at + 1])
+        if left or late:
+            found[at] = marked((left + late).decode(errors="backslashreplace"))
+    return found
+
+
+def unseen_at(record: Record, run: RecordedRun, step: RecordedStep) -> list[str]:
+    """Return what a reader of the stream did not have yet after a step, by sequence."""
+    found, own = [], {id(row) for row in step.rows}
+    for index in run.tokens:
+        late = unseen(record, run, index)
+        for at, row in enumerate(rows_along(run, index)):
+            if id(row) in own:
+                what = late.get(at)
+                had = (
+                    "had all of it after this step" if what is None else f"did not have yet: {what}"
+                )
+                found.append(f"sequence {index}, token {at}: a reader of the stream {had}")
+    return found
+
+
+def _cut_off(run: RecordedRun) -> list[bytes]:
+    """Return the stop strings that texts lose."""
+    said = run.about.get("configuration")
+    own = said.get("stop_strings") if isinstance(said, dict) else None
+    value = own[0] if isinstance(own, list) and own else None
+    strings = [value] if isinstance(value, str) else _items(value)
+    return [one.encode() for one in strings if isinstance(one, str) and run.about.get("trims")]
+
+
+def _held(record: Record, ids: Sequence[int], strings: Sequence[bytes]) -> Iterator[bytes]:
+    """Yield the bytes after each id that are held back: a half character, or what may become one
+    of the strings."""
+    reach = max([4, *map(len, strings)])
+    tail = b""
+    for one in ids:
+        tail = (tail + record.texts.get(one, b""))[-2 * reach :]
+        half = len(tail[-4:]) - codecs.utf_8_decode(tail[-4:], "replace", False)[1] if tail else 0
+        shown = tail[: len(tail) - half]
+        begun = max((_overlap(shown, string) for string in strings), default=0)
+        yield tail[len(shown) - begun :]
+
+
+def _overlap(text: bytes, string: bytes) -> int:
+    """Return how many bytes of a string's beginning a text ends with, if not all."""
+    lengths = range(min(len(string) - 1, len(text)), 0, -1)
+    return next((n for n in lengths if text.endswith(string[:n])), 0)
+
+
 def drafted(record: Record, step: RecordedStep) -> list[str]:
     """Return what became of the drafts of a step."""
     found = []
@@ -372,10 +456,22 @@ def about_step(record: Record, step: RecordedStep) -> list[str]:
         found.append(
             f"not kept: {text} after sequence {one.of}, score {number(one.score)}; {least}"
         )
-    for fed in step.fed:
-        found.append(f"sequence {fed.of} fed {fed.count} positions; {fed.start} came from a cache")
+    found += fed_lines(step)
     spent = ", ".join(f"{marked(name)} {s * 1e3:.2f} ms" for name, s in step.seconds.items())
     return [*found, f"{spent}; {step.beside} other requests in the step"]
+
+
+def fed_lines(step: RecordedStep) -> list[str]:
+    """Return what each sequence fed, what came from a cache, and what its row holds after it."""
+    wrong = {one.of: len(one.ids) - one.right for one in step.drafts}
+    found = []
+    for fed in step.fed:
+        taken = wrong.get(fed.of, 0)
+        holds = fed.start + fed.count - taken
+        back = f", as {taken} of drafts were taken back" if taken else ""
+        line = f"sequence {fed.of} fed {fed.count} positions; {fed.start} came from a cache"
+        found.append(f"{line}; its row holds {holds} after it{back}")
+    return found
 
 
 # --- findings -------------------------------------------------------------------------------------

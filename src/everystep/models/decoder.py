@@ -51,9 +51,10 @@ class Decoder(Network):
 
     `positions`: (rows, E) embeddings of positions, where it learns them. `recomputes`: what a layer
     computes is not kept for gradients, but computed once more. `changes_rows`: what adapters make
-    of rows (N, E) of the table that were looked up for ids (N,). `around`: of each layer, what is
-    given a call, what gives the layer, and the call's other arguments, and makes the call with the
-    weights that the layer has then; empty where they are those of `layers`.
+    of rows (N, E) of the table that were looked up for ids (N,); `changes_states`: what steering
+    makes of hidden states (N, E) after a layer. `around`: of each layer, what is given a call, what
+    gives the layer, and the call's other arguments, and makes the call with the weights that the
+    layer has then; empty where they are those of `layers`.
     """
 
     spec: DecoderSpec
@@ -62,6 +63,7 @@ class Decoder(Network):
     positions: Tensor | None = None
     recomputes: bool = False
     changes_rows: Callable[[Tensor, Tensor], Tensor] | None = None
+    changes_states: Callable[[int, Tensor], Tensor] | None = None
     around: tuple[Callable[..., Tensor], ...] = ()
 
     @property
@@ -132,6 +134,8 @@ class Decoder(Network):
             given = hidden, tables.get(rope) if rope else None, context
             again = self.recomputes and torch.is_grad_enabled()
             hidden = checkpoint(run, *given, use_reentrant=False) if again else run(*given)
+            if self.changes_states is not None:
+                hidden = self.changes_states(index, hidden)
             context.keep(hidden)
             if added is not None and index < self.spec.deepstack:
                 hidden = hidden.index_add(0, added.places, added.values[:, index])

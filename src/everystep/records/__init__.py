@@ -5,6 +5,7 @@ Nothing here knows the engine: a record is numbers, ids and names, and nobody tr
 
 from __future__ import annotations
 
+from everystep.records.reader import GrowingRecord as GrowingRecord
 from everystep.records.reader import Record as Record
 from everystep.records.reader import RecordedDraft as RecordedDraft
 from everystep.records.reader import RecordedRow as RecordedRow
@@ -15,5 +16,6 @@ from everystep.records.record_lines import VERSION as VERSION
 from everystep.records.record_lines import Line as Line
 from everystep.records.record_lines import exact as exact
 from everystep.records.record_lines import spelled as spelled
+from everystep.records.redaction import redact_record as redact_record
 from everystep.records.writer import RecordWriter as RecordWriter
 from everystep.records.writer import record_writer as record_writer

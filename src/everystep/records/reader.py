@@ -166,7 +166,8 @@ class RecordedRun:
     each sequence by its index. `given`: positions whose ids were not chosen. `parent`: the run that
     it goes on from, and after how many ids. `changes`: what was set, and after how many ids.
     `before`: of a fork, the choices that its tokens were made by before it, by sequence and
-    position."""
+    position. `settled`: after how many steps how many ids of a sequence were final: (steps, index,
+    length)."""
 
     name: str
     about: Mapping[str, Json]
@@ -178,6 +179,7 @@ class RecordedRun:
     parent: tuple[str, int] | None = None
     changes: list[tuple[int, Mapping[str, Json]]] = field(default_factory=list)
     before: dict[int, dict[int, RecordedRow]] = field(default_factory=dict, repr=False)
+    settled: list[tuple[int, int, int]] = field(default_factory=list, repr=False)
 
     def row_at(self, position: int, index: int = 0) -> RecordedRow | None:
         """Return the last choice of what stands at this position; None where it was given."""
@@ -263,27 +265,72 @@ def read_record(path: str | PathLike[str]) -> Record:
         >>> len(run.steps)
         4
     """
-    file = as_path(path)
-    record: Record | None = None
-    for number, data, whole in _lines(file):
+    found = GrowingRecord(as_path(path))
+    found.read(to_end=True)
+    return found.record
+
+
+class GrowingRecord:
+    """A record that grows: it is read on from where it was read to, and what was read stays.
+
+    `bytes_read`: how many bytes of the file were read so far, all times together.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.bytes_read = 0
+        self._record: Record | None = None
+        self._offset = self._number = self._unpacked = 0
+
+    @property
+    def record(self) -> Record:
+        """The record as it was read last; FormatError where its first line is not there yet."""
+        if self._record is None:
+            wanted = "a file that record=FILE wrote"
+            raise FormatError(f"{self.file} is no record", wanted=wanted, got="no first line")
+        return self._record
+
+    def read(self, *, to_end: bool = False) -> Record | None:
+        """Read the lines that were appended; None until there is a first one.
+
+        A line without its end is left for the next time; with `to_end` there is none, and the
+        record counts as cut off.
+        """
+        with open_regular(self.file) as file:
+            if file.seek(0, 2) < self._offset:  # another record in its place
+                self._record = None
+                self._offset = self._number = self._unpacked = 0
+            file.seek(self._offset)
+            reader = _Lines(self.file, file, self._unpacked)
+            for data, whole in reader:
+                if not whole and not to_end:
+                    break
+                self._number += 1
+                if not self._take(data, whole):
+                    break
+            self._unpacked = reader.unpacked
+            self._offset += reader.consumed
+            self.bytes_read += reader.read
+        return self._record
+
+    def _take(self, data: bytes, whole: bool) -> bool:
+        """Take a line; False for one that was cut off, after which there is nothing."""
         line = _parsed(data)
         if line is None and not whole:
-            if record is not None:
-                record.cut = True
-            break
+            if self._record is not None:
+                self._record.cut = True
+            return False
         if line is None:
-            raise _damaged(file, number, "it is no JSON object, or too deep")
+            raise _damaged(self.file, self._number, "it is no JSON object, or too deep")
         try:
-            if record is None:
-                record = _begun(file, line)
+            if self._record is None:
+                self._record = _begun(self.file, line)
             else:
-                _READERS.get(str(line.get("type")), _keep)(record, line)
+                _READERS.get(str(line.get("type")), _keep)(self._record, line)
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
-            raise _damaged(file, number, f"{type(error).__name__}: {error}") from error
-    if record is None:
-        wanted = "a file that record=FILE wrote"
-        raise FormatError(f"{file} is no record", wanted=wanted, got="no first line")
-    return record
+            what = f"{type(error).__name__}: {error}"
+            raise _damaged(self.file, self._number, what) from error
+        return True
 
 
 def _damaged(file: Path, number: int, what: str) -> FormatError:
@@ -300,45 +347,75 @@ def _begun(file: Path, line: Mapping[str, Json]) -> Record:
     return Record(line)
 
 
+def whole_lines(path: Path) -> Iterator[Mapping[str, Json]]:
+    """Yield the lines of a record that are whole, as they stand there."""
+    with open_regular(path) as file:
+        for data, _ in _Lines(path, file, 0):
+            line = _parsed(data)
+            if line is not None:
+                yield line
+
+
 # --- bytes and lines ------------------------------------------------------------------------------
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
-    """Yield the lines by number, and whether each had its end."""
-    with open_regular(path) as file:
-        rest, number, read = b"", 0, 0
-        for block in _blocks(file):
-            read += len(block)
-            if read > MOST_READ:
-                raise FormatError(f"{path} is too large", wanted=f"at most {MOST_READ} bytes")
+class _Lines:
+    """The lines of a file from where it stands, each with whether it had its end.
+
+    `unpacked`: bytes of lines so far, those before included. `read`: bytes of the file that were
+    read. `consumed`: bytes of the file after which the next line begins: whole lines, or blocks of
+    a compressed file with whole lines.
+    """
+
+    def __init__(self, path: Path, file: BinaryIO, unpacked: int) -> None:
+        self._path, self._file = path, file
+        self.unpacked, self.read, self.consumed = unpacked, 0, 0
+
+    def __iter__(self) -> Iterator[tuple[bytes, bool]]:
+        rest, number = b"", 0
+        for block, place in self._blocks():
+            self.unpacked += len(block)
+            if self.unpacked > MOST_READ:
+                raise FormatError(f"{self._path} is too large", wanted=f"at most {MOST_READ} bytes")
             *lines, rest = (rest + block).split(b"\n")
             for line in lines:
                 number += 1
-                yield number, line, True
+                yield line, True
+            if place is None:
+                self.consumed = self.read - len(rest)
+            elif not rest:
+                self.consumed = place
             if len(rest) > MOST_LINE:
-                raise _damaged(path, number + 1, f"more than {MOST_LINE} bytes")
+                raise _damaged(self._path, number + 1, f"more than {MOST_LINE} bytes")
         if rest:
-            yield number + 1, rest, False
+            yield rest, False
 
+    def _more(self) -> bytes:
+        data = self._file.read(_BLOCK)
+        self.read += len(data)
+        return data
 
-def _blocks(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the bytes of a file, decompressed where they are, up to the first that is damaged."""
-    data = file.read(_BLOCK)
-    if not data.startswith(_GZIP):
-        while data:
-            yield data
-            data = file.read(_BLOCK)
-        return
-    unzip = zlib.decompressobj(31)
-    while data:
-        try:
-            yield unzip.decompress(data, _BLOCK)
-        except zlib.error:
+    def _blocks(self) -> Iterator[tuple[bytes, int | None]]:
+        """Yield the bytes, decompressed where they are, up to the first that is damaged; with the
+        place after a compressed block where one ends, None where nothing is compressed."""
+        data = self._more()
+        if not data.startswith(_GZIP):
+            while data:
+                yield data, None
+                data = self._more()
             return
-        if unzip.eof:
-            data, unzip = unzip.unused_data or file.read(_BLOCK), zlib.decompressobj(31)
-        else:
-            data = unzip.unconsumed_tail or file.read(_BLOCK)
+        unzip, ended = zlib.decompressobj(31), 0
+        while data:
+            try:
+                found = unzip.decompress(data, _BLOCK)
+            except zlib.error:
+                return
+            if unzip.eof:
+                ended = self.read - len(unzip.unused_data)
+                data, unzip = unzip.unused_data or self._more(), zlib.decompressobj(31)
+            else:
+                data = unzip.unconsumed_tail or self._more()
+            yield found, ended
 
 
 def _parsed(data: bytes) -> Mapping[str, Json] | None:
@@ -507,10 +584,12 @@ def _child(child: list[Json]) -> RecordedChild:
 
 def _tokens(record: Record, line: Mapping[str, Json]) -> None:
     run, at, ids = _run_of(record, line), _whole(line["at"]), _ids(line["ids"])
-    own = run.tokens.setdefault(_whole(line["index"]), [])
+    index = _whole(line["index"])
+    own = run.tokens.setdefault(index, [])
     if not 0 <= at <= len(own):
         raise ValueError("tokens begin behind the end of the text")
     own[at:] = ids
+    run.settled.append((len(run.steps), index, len(own)))
 
 
 def _end(record: Record, line: Mapping[str, Json]) -> None:

@@ -119,6 +119,10 @@ class Objects:
         "Mapping[str, float] | Sequence[Mapping[str, float] | str | None] | None",
         'Adapters with their weights, {"a": 0.7, "b": 0.3}, or a list with such a mix per row.',
     )
+    steer: object = keyword(
+        "Mapping[int, Tensor] | Sequence[Mapping[int, Tensor] | None] | None",
+        "Vectors that are added to the hidden states after layers, {12: vector}, or one per row.",
+    )
     schema: object = keyword(
         "str | Mapping[str, object] | bool | None", "The JSON schema that the text follows."
     )

@@ -42,6 +42,8 @@ class CallOptions(FieldOptions, total=False):
     """The adapter that the model runs with, by the name it was loaded under, or one per row."""
     adapters: Mapping[str, float] | Sequence[Mapping[str, float] | str | None] | None
     """Adapters with their weights, {"a": 0.7, "b": 0.3}, or a list with such a mix per row."""
+    steer: Mapping[int, Tensor] | Sequence[Mapping[int, Tensor] | None] | None
+    """Vectors that are added to the hidden states after layers, {12: vector}, or one per row."""
     schema: str | Mapping[str, object] | bool | None
     """The JSON schema that the text follows."""
     regex: str | None

@@ -15,6 +15,7 @@ from warnings import warn
 
 import torch
 
+from everystep.adapters import without_steering
 from everystep.cache.containers import Cache
 from everystep.cache.formats import Quantization
 from everystep.cache.layers import StaticLayer
@@ -37,6 +38,7 @@ from everystep.requests.caches import continued, new_cache, require_possible, ro
 from everystep.requests.drafts import drafts_of
 from everystep.requests.grammars import allowed_in, forces
 from everystep.requests.inputs import (
+    EncoderSource,
     Inputs,
     placed,
     refuse_second_encoders,
@@ -63,7 +65,7 @@ from everystep.strategies import BestOf, ConstrainedBeam, Contrastive, Greedy, S
 from everystep.strategies.beams import BeamSettings
 from everystep.text import Spelling
 from everystep.text.digest import tokenizer_digest
-from everystep.types import DraftVerification, Request, Wants
+from everystep.types import DraftVerification, Prompt, Request, Wants
 from everystep.types.protocols import MATCHING, Processor
 from everystep.types.request import Drafter, Stop, Strategy
 
@@ -172,7 +174,7 @@ def prepare(
         width, ahead = strategy.width, new - 1  # the last token is not fed
         require_rows_fit(subject, inputs, width, ahead, together=together, coded=coded)
     if options.record is not None:
-        rows = _recorded(subject, options, options.record, rows)
+        rows = _recorded(subject, options, options.record, inputs.source, rows)
     shows = fields.output_hidden_states or fields.output_attentions
     captures, kept = bool(fields.return_dict_in_generate and shows), kept_rows(strategy)
     return Call(options, inputs, rows, runs, strategy, kept, captures, cache, how)
@@ -256,13 +258,23 @@ def _requests(
 
 
 def _recorded(
-    subject: Subject, options: Options, writer: RecordWriter, rows: tuple[Request, ...]
+    subject: Subject,
+    options: Options,
+    writer: RecordWriter,
+    source: EncoderSource | None,
+    rows: tuple[Request, ...],
 ) -> tuple[Request, ...]:
-    """Return the requests with what writes down their steps."""
+    """Return the requests with what writes down their steps; `source`: what an encoder reads."""
     fields, tokenizer = options.effective, options.tokenizer
-    about = partial(RunRecorder.of, writer, fields, tokenizer, tokenizer_digest(tokenizer))
-    mixes = (tuple(name for name, _ in row.adapters) for row in rows)
-    watchers = (about(subject.digest(own), row) for own, row in zip(mixes, rows, strict=True))
+    digests = subject.digest(), tokenizer_digest(tokenizer)
+    about = partial(RunRecorder.of, writer, fields, tokenizer, digests, options.trims)
+    mixes = (without_steering(row.adapters) for row in rows)
+    adapted = (subject.digest(names) if names else None for names in mixes)
+    read: Sequence[Prompt | None] = [None] * len(rows)
+    if source is not None:
+        read = source.prompts or [Prompt(encoder=one) for one in source.states]
+    each = zip(adapted, read, rows, strict=True)
+    watchers = [about(digest, own, row) for digest, own, row in each]
     return tuple(replace(row, watcher=one) for row, one in zip(rows, watchers, strict=True))
 
 

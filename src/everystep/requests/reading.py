@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from everystep.adapters import Mix, read_steering
 from everystep.config import FIELDS, ChatDefaults, Effective, merge_configs
 from everystep.errors import RequestError, shown
 from everystep.processors.grammars.source import KINDS
@@ -104,11 +105,33 @@ def read_options(
         mixes = options.adapters if isinstance(options.adapters, list) else [options.adapters]
         resolved = subject.resolved(dict.fromkeys(name for mix in mixes for name, _ in mix))
         options = replace(options, resolved=resolved)
+    if objects.steer is not None:
+        options = _steered(subject, options, objects.steer)
     if beside.cache_salt is not None:
         options = replace(options, salt=read_text("cache_salt", beside.cache_salt))
     if changes := weight_changes(subject.core):
         options = replace(options, weight_changes=changes)
     return options
+
+
+def _steered(subject: Subject, options: Options, steer: object) -> Options:
+    """Return the options with steering as the outermost adapter of each mix."""
+    each = [*steer] if isinstance(steer, list | tuple) else [steer]
+    found = [read_steering(subject.core, one) for one in each]
+    resolved = {**options.resolved, **{one.name: one.adapter for one in found if one is not None}}
+    own: list[Mix] = [() if one is None else ((one.name, 1.0),) for one in found]
+    mixes = options.adapters
+    if not isinstance(steer, list | tuple):
+        one = own[0]
+        among = mixes if isinstance(mixes, list) else None
+        added = (*(mixes or ()), *one) if among is None else [(*mix, *one) for mix in among]
+        return replace(options, adapters=added, resolved=resolved)
+    before = mixes if isinstance(mixes, list) else [mixes or ()] * len(own)
+    if len(before) != len(own):
+        what = "steer and the adapters are not of equally many rows"
+        raise RequestError(what, wanted=f"{len(before)} of each", got=f"{len(own)} in steer")
+    pairs = zip(before, own, strict=True)
+    return replace(options, adapters=[(*mix, *one) for mix, one in pairs], resolved=resolved)
 
 
 def _read_steering(

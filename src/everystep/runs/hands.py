@@ -39,6 +39,7 @@ _READ_ONCE = (
     *("add_generation_prompt", "trim_stop_strings", "return_dict_in_generate"),
     *("tools", "tool_choice", "parallel_tool_calls", "enable_thinking", "thinking_budget"),
     *("record", "negative_prompt", "prefix", "cache_salt", "adapter_names", "adapters", "hooks"),
+    "steer",
 )
 
 

@@ -19,10 +19,12 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import numpy as np
 
+from everystep.adapters import without_steering
 from everystep.config.kinds import is_integer
 from everystep.drivers.generated import Generated
 from everystep.drivers.session import Session
@@ -33,7 +35,7 @@ from everystep.engine.recording import RunRecorder, name_of
 from everystep.engine.sight import Sight
 from everystep.errors import RequestError, shown
 from everystep.files.opening import as_path
-from everystep.records import Record, read_record
+from everystep.records import GrowingRecord, Record, read_record
 from everystep.requests.door import PromptValues
 from everystep.requests.prompts import PromptLike
 from everystep.requests.subject import Subject
@@ -221,10 +223,11 @@ class Run:
         with self._hands.lock:
             return self._session.reply(0).of(self._group, complete(self._group))
 
-    def inspect(self) -> Record:
+    def inspect(self, known: GrowingRecord | None = None) -> Record:
         """Return the record of all steps so far, of this run and its forks.
 
-        RequestError unless the run was opened with record=FILE.
+        `known`: its file as it was read before, of which only what came since is read. RequestError
+        unless the run was opened with record=FILE.
         """
         if (recorder := self._recorder) is None:
             what, do = "this run keeps no record", "Open it with record=FILE"
@@ -232,7 +235,15 @@ class Run:
         with self._hands.lock:
             recorder.begin(self._group.request.request_id)
             recorder.writer.flush()
-            return read_record(recorder.writer.path)
+            if known is None:
+                return read_record(recorder.writer.path)
+            known.read()
+            return known.record
+
+    @property
+    def record_file(self) -> Path | None:
+        """The file of its record; None without one."""
+        return None if self._recorder is None else self._recorder.writer.path
 
     @property
     def recorded_as(self) -> str | None:
@@ -535,7 +546,7 @@ class Run:
                 raise RequestError(what, do="Save the run that it was forked from")
             rules = [(start, one.asked) for start, one in self._rules]
             trail = Trail(self._given, self._memos, self._number, self._shown)
-            adapters = tuple(name for name, _ in self._group.request.adapters)
+            adapters = without_steering(self._group.request.adapters)
             dumped = self._hands.engine.dump(self._group)
             state = RunState(self._passed, rules, adapters, trail, dumped)
             write_run(state, self.model, self.tokenizer, as_path(path))

@@ -114,6 +114,12 @@ class Step:
         """Attentions (H, T, S) of every layer, with `output_attentions=True`."""
         return None if self._sight is None else self._sight.layers("attentions")
 
+    @property
+    def cross_attentions(self) -> tuple[Tensor, ...] | None:
+        """Attentions (H, T, S) of every layer over encoder states, with `output_attentions=True`;
+        None without an encoder."""
+        return None if self._sight is None else self._sight.layers("cross_attentions")
+
 
 class Effect(NamedTuple):
     """The change of the explained token by one processor, and how many tokens that ruled out."""

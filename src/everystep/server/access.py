@@ -5,10 +5,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import os
+import secrets
+import time
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 from everystep.errors import RequestError
+from everystep.files.atomic import require_writable
 
 
 def digest_of(key: str) -> str:
@@ -55,6 +60,34 @@ class Keys:
         for digest in self._digests:
             found |= hmac.compare_digest(own.encode(), digest)
         return own if found else None
+
+
+MOST_RECORDS = 1000
+"""Files that a folder of records may hold before another request is refused."""
+
+
+class RecordFolder:
+    """The folder of an operator's records, which its owner alone can read, a file per prompt."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            require_writable(folder / "record")
+        except OSError as error:
+            what = f"the folder of records {folder} cannot be used"
+            raise RequestError(what, got=error, do="Name another with --record-dir") from error
+
+    @property
+    def full(self) -> bool:
+        """True if it holds as many files as it may."""
+        with os.scandir(self.folder) as found:
+            return sum(1 for _ in islice(found, MOST_RECORDS)) == MOST_RECORDS
+
+    def new_file(self) -> Path:
+        """Return the path of another record, named by the time in UTC."""
+        now = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        return self.folder / f"{now}-{secrets.token_hex(4)}.jsonl.gz"
 
 
 def key_of(authorization: str, api_key: str) -> str:

@@ -14,6 +14,7 @@ from contextlib import aclosing, contextmanager, suppress
 from typing import TypeVar
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -616,14 +617,23 @@ class Responder:
         if headers.get("origin") not in (None, own, *settings.origins):
             raise HttpError(403, "Pages of this origin may not ask. Allow it with --allow-origin.")
         path = exchange.request.url.path
-        if settings.keys and path not in _OPEN:
-            said = key_of(headers.get("authorization", ""), headers.get("x-api-key", ""))
-            owner = settings.keys.owner(said)
-            if owner is None:
-                raise HttpError(401, "There is no such key.", code="invalid_api_key")
-            exchange.caller = Caller(owner)
+        if (settings.keys or settings.recorded) and path not in _OPEN:
+            exchange.caller = self._caller(headers, exchange.request.method)
         if self._front.draining and exchange.request.method == "POST":
             raise HttpError(503, "The server is being stopped.", code="draining", retry=5)
+
+    def _caller(self, headers: Headers, method: str) -> Caller:
+        """Return whose key a request has; HttpError for none of those that open."""
+        settings = self._front.settings
+        said = key_of(headers.get("authorization", ""), headers.get("x-api-key", ""))
+        if (owner := settings.recorded.owner(said)) is not None:
+            if settings.records is not None and method == "POST" and settings.records.full:
+                raise HttpError(503, "The folder of records is full; the operator has to empty it.")
+            return Caller(owner, records=settings.records)
+        owner = settings.keys.owner(said)
+        if owner is None and settings.keys:
+            raise HttpError(401, "There is no such key.", code="invalid_api_key")
+        return Caller(owner)
 
     async def _refuse(self, exchange: Exchange, error: HttpError) -> None:
         if exchange.status:  # too late: what was sent stands

@@ -24,6 +24,7 @@ from everystep.errors import (
     shown,
 )
 from everystep.images import ScaledImage
+from everystep.server.access import RecordFolder
 from everystep.server.fields import FLAG, GENERATE, Json, require_fields
 from everystep.server.line import LinePlace
 from everystep.server.messages import Ask, ModelFacts, Pixels, ScoreAsk
@@ -70,10 +71,12 @@ class Addressee:
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Whose request it is: the digest of its key, None where there are no keys. `background`:
-    nobody waits for the answer."""
+    nobody waits for the answer. `records`: where what the key asks for is recorded, None if it is
+    not."""
 
     key: str | None = None
     background: bool = False
+    records: RecordFolder | None = None
 
     def salt(self, own: str | None) -> str | None:
         """Return what requests must have in common to share rows: the key, and their own salt."""
@@ -137,8 +140,16 @@ class Wanted:
         """Return what is asked of the engine, an ask per prompt."""
         pairs = zip(numbers, self.prompts, strict=True)
         known, chat, stream = dict(self.keywords), self.in_chat, self.stream
+        kept = None if self.pools is not None else calling().records
         beside: Any = {"pools": self.pools, "pictures": list(self.pictures)}
-        return [Ask(n, self.to.model, ids, known, chat, stream, **beside) for n, (ids, _) in pairs]
+        return [
+            Ask(
+                *(n, self.to.model, ids, known, chat, stream),
+                **beside,
+                record=None if kept is None else str(kept.new_file()),
+            )
+            for n, (ids, _) in pairs
+        ]
 
     def respelled(self, text: str) -> str:
         """Return an error's text with fields named as the request named them."""

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from everystep.errors import EverystepError, RequestError
-from everystep.server.access import Hosts, Keys
+from everystep.server.access import Hosts, Keys, RecordFolder
 from everystep.server.asking import Caller
 from everystep.server.fields import Json
 from everystep.server.tracing import Tracing
@@ -52,7 +52,8 @@ class FrontSettings:
     nothing. `ping_seconds`: of silence in a stream before a comment. `hosts`: names beside
     localhost and addresses. `origins`: of pages that may ask. `deadline`: seconds that a request
     may take, None for any number. `vllm_metrics`: whether metrics have vLLM's names too. `tracing`:
-    where spans of requests go.
+    where spans of requests go. `records`: where what `recorded` keys ask for is written down, None
+    for nowhere.
     """
 
     head_bytes: int = 1 << 16
@@ -67,6 +68,8 @@ class FrontSettings:
     deadline: float | None = None
     vllm_metrics: bool = False
     tracing: Tracing | None = None
+    records: RecordFolder | None = None
+    recorded: Keys = field(default_factory=Keys)
 
 
 class Gone(Exception):

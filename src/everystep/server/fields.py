@@ -140,7 +140,9 @@ NOT_ON_THE_WIRE: Mapping[str, str] = {
         "is code, and no code comes from a request",
     ),
     **dict.fromkeys(("majority", "scorer"), "is code, and no code comes from a request"),
-    **dict.fromkeys(("constraints", "generation_config", "prefix"), "is an object of Python"),
+    **dict.fromkeys(
+        ("constraints", "generation_config", "prefix", "steer"), "is an object of Python"
+    ),
     **dict.fromkeys(
         ("amateur_model", "assistant_model", "assistant_tokenizer", "draft_corpus"),
         "is an object of Python",

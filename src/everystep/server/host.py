@@ -235,6 +235,8 @@ class EngineHost:
             keywords = _as_keywords(ask.keywords)
             if ask.pools is not None:
                 keywords["strategy"] = _pooling(ask.pools, hosted.model)
+            elif ask.record is not None:
+                keywords["record"] = ask.record
             return hosted.session.asked(prompt, keywords, since, in_chat=ask.in_chat)
 
         def notice() -> None:

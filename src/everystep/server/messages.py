@@ -30,7 +30,8 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     """A prompt for a model: its ids, the keywords of `generate` beside it, and whether it was a
     conversation. `streams`: whether its tokens are told as they come. `pools`: how its hidden
     states become the vector that is wanted in place of an answer. `pictures`: those that stand
-    among the ids, in their order."""
+    among the ids, in their order. `record`: the file that its steps are written to, None for
+    none."""
 
     id: int
     model: str
@@ -41,6 +42,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     seconds: float | None = None
     pools: str | None = None
     pictures: list[Pixels] = []
+    record: str | None = None
 
 
 class ScoreAsk(msgspec.Struct, tag=True, frozen=True):

@@ -20,7 +20,7 @@ from everystep.errors import (
 from everystep.files.gguf import read_gguf
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.images import PictureTokenizer, read_picture_settings
-from everystep.server.access import Hosts, Keys, digest_of, is_loopback, read_keys
+from everystep.server.access import Hosts, Keys, RecordFolder, digest_of, is_loopback, read_keys
 from everystep.server.asking import FrontModel
 from everystep.server.engine_process import EngineOrders
 from everystep.server.exchange import FrontSettings
@@ -40,11 +40,12 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     first model. `key_files`: digests of keys, a line each. `public_without_key`: serve everybody on
     a public address. `drain_seconds`: what a stop waits for. `hang_seconds`: of silence, or in one
     step, after which an engine is ended and started again; 0 for never. `files`: the folder of
-    batch files. `max_picture_pixels`: of all pictures of a request, as they are sent. `max_pixels`:
-    of a picture as it is read, None for what the model's files say. `max_sound_seconds`: of a sound
-    that is written down. `vllm_metrics`: metrics have vLLM's names too. `otlp_endpoint`: where
-    spans of requests are sent. `quota`: that of keys without one of their own; `quotas`: by name or
-    digest of a key.
+    batch files. `record_dir`: where the steps of what `record_keys` ask for are written.
+    `max_picture_pixels`: of all pictures of a request, as they are sent. `max_pixels`: of a picture
+    as it is read, None for what the model's files say. `max_sound_seconds`: of a sound that is
+    written down. `vllm_metrics`: metrics have vLLM's names too. `otlp_endpoint`: where spans of
+    requests are sent. `quota`: that of keys without one of their own; `quotas`: by name or digest
+    of a key.
     """
 
     model: str = DEFAULT_MODEL
@@ -78,6 +79,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_picture_pixels: int = 40_000_000
     max_pixels: int | None = None
     max_sound_seconds: float = MOST_SECONDS
+    record_dir: str | None = None
+    record_keys: list[str] = []
     quota: Quota | None = None
     quotas: dict[str, Quota] = {}
 
@@ -158,7 +161,20 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.otlp_endpoint is not None:
             require_otel(self.otlp_endpoint)
+        if (self.record_dir is None) != (not self.record_keys):
+            raise RequestError(
+                "records need a folder and a key of their own",
+                wanted="record_dir and record_keys",
+                got="one of the two",
+                do="Give --record-dir and --record-key",
+            )
+        recorded = [digest_of(key) for key in self.record_keys]
+        if {*recorded} & {*digests}:
+            what = "a key that others ask with cannot be the key of records"
+            raise RequestError(what, do="Give --record-key another one")
         return FrontSettings(
+            records=None if self.record_dir is None else RecordFolder(Path(self.record_dir)),
+            recorded=Keys(recorded),
             keys=Keys(digests),
             hosts=Hosts(self.allow_hosts),
             origins=tuple(self.allow_origins),

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from everystep.adapters import (
+    AFTER,
     Adapter,
     AdapterChange,
     AdapterUse,
+    AfterLayer,
     Delta,
     Dense,
     Magnitude,
@@ -78,6 +80,8 @@ def _affine(change: AdapterChange, bias: Tensor | None) -> _Affine:
         if bias is not None:
             shift = shift - gain * bias  # the bias keeps its length
         return _Affine(*at, delta.a, by[:, None] * delta.b, gain, shift)
+    if isinstance(change, AfterLayer):
+        return _Affine(*at, shift=change.vector)
     raise InvariantError(f"the kernels know no {type(change).__name__}")
 
 
@@ -151,6 +155,8 @@ class PackedAdapter:
         for index in range(count):
             for place, read in enumerate(_READS):
                 changes = adapter.targets.get(f"layers.{index}.{read}", ())
+                if read == "down":  # what is added to it is added to what comes out of the layer
+                    changes = (*changes, *adapter.targets.get(f"{AFTER}{index}", ()))
                 if changes:
                     bias = getattr(cast(Decoder, network).layers[index], read).bias
                     own = [_affine(one, _rows_of(bias, one)) for one in changes]

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.adapters import STEERED_LAYERS
 from everystep.cache.formats import CacheDtype
 from everystep.cache.pasts import with_across
 from everystep.errors import RequestError, UnsupportedError
@@ -49,6 +50,9 @@ def abilities_of(network: Network) -> frozenset[str]:
     able = {"truncate", "embeds", "past", "best", "hidden", "layers"}
     if isinstance(network, Decoder):
         able.add("adapters")
+        # What is added to the last map of a layer is added to what comes out of it.
+        if all(one.down is not None and one.mlp_post_norm is None for one in network.layers):
+            able.add(STEERED_LAYERS)
     if network.encodes:
         return frozenset(able | {"cut", "attentions", "encoder"})
     if holds_states(network.stores):

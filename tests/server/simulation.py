@@ -275,6 +275,7 @@ class World:
         await self._come(clients, gap)
         self.calm = True  # what has begun to go wrong does so to its end
         await troubles
+        await self._leave_last(keys)
         await self._require_nothing_left()
         watching.cancel()
         for client in clients:
@@ -284,6 +285,14 @@ class World:
         await asyncio.gather(self.mooring.task, return_exceptions=True)
         if self.link.restarts != len(self.kills):
             raise Wrong(f"{len(self.kills)} kills and {self.link.restarts} restarts")
+
+    async def _leave_last(self, keys: list[str]) -> None:
+        """Ask for very much and go away, when nothing is left that would end it otherwise."""
+        await self.link.wait_ready(100.0)
+        key = keys[0] if keys else None
+        bodies = [{"prompt": "hello", **LONG, "stream": stream} for stream in (True, False)]
+        last = [Client(-1, None, one, key, None, 1.0, 0.0, 0.0, 1) for one in bodies]
+        await asyncio.gather(*(ask(self, one) for one in last))
 
     async def _come(self, clients: list[Client], gap: float) -> None:
         """Let the clients come, some at once and some apart; return when all are answered."""

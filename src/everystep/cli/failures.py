@@ -77,7 +77,7 @@ def _reading(error: Exception) -> tuple[int, str, str]:
         context = error.ctx if isinstance(error, _UsageError) else None
         hint = f"`{context.command_path} --help` shows what there is." if context else ""
         text = _sentence(error.format_message())
-        return error.exit_code, text, _foreign(error, text) or hint
+        return error.exit_code, text, _foreign(error, text, hint) or hint
     if isinstance(error, RequestError) and not isinstance(error, UnsupportedError | CapacityError):
         return _USAGE, str(error), ""
     if isinstance(error, EverystepError) and not isinstance(error, InvariantError):
@@ -90,9 +90,9 @@ def _reading(error: Exception) -> tuple[int, str, str]:
     return _FAILURE, f"Unexpected failure: {text}", "EVERYSTEP_DEBUG=1 shows where it happened."
 
 
-def _foreign(error: Any, text: str) -> str | None:
+def _foreign(error: Any, text: str, hint: str) -> str | None:
     """Return what is to be typed for an option or a command of another program, or for a keyword
-    that the command has no option for."""
+    that the command has no option for; `hint`: where the options are listed."""
     name = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
     if name in OPTIONS:
         return OPTIONS[name]
@@ -105,7 +105,8 @@ def _foreign(error: Any, text: str) -> str | None:
             return f"{typed} is the option here."
         if typed:
             return f"`everystep generate` has the option {typed}."
-        return f"There is no option for it here; in Python, es.generate(..., {keyword}=) takes it."
+        if KEYWORDS[keyword].elsewhere is None:
+            return f"{hint} In Python, es.generate(..., {keyword}=) takes it."
     command = re.match(r"No such command '([\w-]+)'", text)
     return COMMANDS.get(command.group(1)) if command else None
 

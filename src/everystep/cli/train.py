@@ -21,7 +21,6 @@ from everystep.cli.terminal import is_terminal, note, write_line
 from everystep.errors import FileError, FormatError, MissingFileError, RequestError
 from everystep.files.opening import is_there
 from everystep.files.sources import DEFAULT_MODEL
-from everystep.train.ranks import Ranks
 
 _SHOWN = 3
 _USUAL: dict[str, Any] = {
@@ -122,6 +121,8 @@ def train(
         output_dir=output, disable_tqdm=not is_terminal(sys.stderr), **chosen.run
     )
     training, held_out = _files(data, evaluated)
+    from everystep.train.ranks import Ranks  # imports torch
+
     ranks = Ranks.met(args.ddp_timeout)
     if device == "cuda" and ranks.count > 1:
         device = f"cuda:{ranks.number_here}"

@@ -34,6 +34,11 @@ def waiting(stream: es.AsyncStream) -> int:
     return 0 if stream._one.box is None else len(stream._one.box.events)
 
 
+def is_aside(stream: es.AsyncStream) -> bool:
+    """Whether a stream makes no more events until its reader has caught up."""
+    return stream._one.box is not None and stream._one.box.aside
+
+
 async def all_read(streams: list[es.AsyncStream]) -> None:
     """Every prompt has come to its engine."""
     while any(one._one.box is None for one in streams):
@@ -180,9 +185,10 @@ def test_a_slow_reader_holds_few_events_and_holds_nobody_up(model: LanguageModel
             first = [kept(await anext(slow))]
             for name in ("quick", "quicker"):
                 assert await read(engine.stream(name, **LONG)) == alone(model, name, **LONG)
-                while waiting(slow) < 4:
+                while not is_aside(slow):
                     await asyncio.sleep(0.01)
-                assert waiting(slow) == 4
+                # Three where four had come before the first was taken.
+                assert waiting(slow) in (3, 4)
             assert (await asked(engine, lambda inner: inner.counts)).preemptions == 1
             assert first + await read(slow) == alone(model, "slow", **LONG)
             await require_nothing_left(engine)

@@ -68,7 +68,9 @@ def kind_cells() -> Iterator[KindCell]:
 
 
 CELLS = [*kind_cells()]
-SHUFFLED = random.Random(9).sample(CELLS, ALL)
+_DRAWN = random.Random(9).sample(CELLS, ALL)
+# Each face has a cell among the first.
+SHUFFLED = [*dict.fromkeys([*{cell.face: cell for cell in _DRAWN}.values(), *_DRAWN])]
 SAMPLE = SHUFFLED[:DRAWN]
 
 

@@ -95,13 +95,25 @@ class Prefix:
             mixed = torch.full((self.function.vocab_size,), -torch.inf)
             mixed[forced[0]] = 0.0
             return mixed
+        may = self._may_follow(tokens)
+        scores = self._processed(self._read_out(tokens, may), tokens, chosen)
+        narrows = self.request.readout is not None and self.request.readout.narrows
+        if narrows and (scores == -torch.inf).all():
+            # Nothing likely is left: the likely are looked for among what is not ruled out.
+            may = may & (self._processed(self.raw(tokens), tokens, chosen) > -torch.inf)
+            scores = self._processed(self._read_out(tokens, may), tokens, chosen)
+        return scores
+
+    def _read_out(self, tokens: list[int], may: Tensor) -> Tensor:
+        """(V,) what the readout makes of the logits, the likely being those of `may`."""
         states, keys = self._read(tokens)
         mixed, readout = logits_after(self.function, states, keys), self.request.readout
-        may = self._may_follow(tokens)
         if isinstance(readout, DoLa):
             mixed = dola(self.function, states[-1], mixed, readout.layers, may)
             readout = readout.then
-        mixed = mix(self.request, readout, mixed, tokens, logits, self.function, may)
+        return mix(self.request, readout, mixed, tokens, logits, self.function, may)
+
+    def _processed(self, mixed: Tensor, tokens: list[int], chosen: list[int] | None) -> Tensor:
         if self.request.strategy.reads.scores == "log_probs":
             mixed = mixed.log_softmax(-1)
         for processor in self.request.processors:

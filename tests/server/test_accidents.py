@@ -17,6 +17,7 @@ import pytest
 from starlette.routing import Route
 
 from everystep.server.access import Keys, digest_of
+from everystep.server.chat_page import PAGE_PATHS
 from everystep.server.exchange import FrontSettings
 from tests.server.programs import program
 from tests.server.serving import TOKENIZER, Served, chunks_of, joined, served
@@ -164,7 +165,11 @@ def test_every_route_is_closed_without_a_key() -> None:
                 answer = server.client.request(method, path, json={} if method == "POST" else None)
                 if answer.status_code != 401:
                     opened.add(route.path)
-        assert opened == {"/health", "/ready"}
+        assert opened == {
+            "/health",
+            "/ready",
+            *PAGE_PATHS,
+        }  # the page has no data, and asks for a key
 
 
 def test_headers_of_keys_in_any_form() -> None:

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from everystep._version import __version__
-from everystep.errors import CapacityError, EverystepError, OversizeError, RequestError
+from everystep.errors import CapacityError, OversizeError, RequestError
 from everystep.server.access import key_of
 from everystep.server.answering import Head, Streamed, Usage, finite
 from everystep.server.anthropic_wire import ANTHROPIC_FORM, count_tokens
@@ -31,7 +31,6 @@ from everystep.server.asking import (
     Addressee,
     Caller,
     FrontModel,
-    UnknownModelError,
     Wanted,
     addressee,
     calling,
@@ -43,17 +42,18 @@ from everystep.server.chat_page import PAGE_PATHS, page_response
 from everystep.server.documents import openapi
 from everystep.server.exchange import (
     OPENAI_FORM,
-    TOO_LONG,
     Exchange,
     FrontSettings,
     Gone,
     HttpError,
     WireForm,
+    defect,
 )
+from everystep.server.faults import as_http_error
 from everystep.server.fields import Json
 from everystep.server.inside import INSIDE
 from everystep.server.line import LinePlace
-from everystep.server.link import EngineGone, EngineLink, News
+from everystep.server.link import EngineLink, News
 from everystep.server.messages import Begun, Failed, Likelihoods, Over, RowNews, ScoredTexts
 from everystep.server.metrics import RequestWatch, ServerMetrics
 from everystep.server.pictures import shows_pictures
@@ -331,10 +331,8 @@ class Front:
         try:
             self.link.book.require_tokens(caller.key, positions)
             self.link.require_room(positions, asks)
-        except OversizeError:
+        except (OversizeError, QuotaError):
             raise
-        except QuotaError as error:
-            raise HttpError(429, str(error), code="quota", retry=error.seconds) from error
         except CapacityError as error:
             self.metrics.rejections.inc()
             raise HttpError(429, str(error), code="queue_full", retry=self.link.pause()) from error
@@ -550,23 +548,8 @@ class Responder:
         except Gone:
             exchange.status = 499
             self._front.metrics.left.inc()
-        except HttpError as error:
-            await self._refuse(exchange, error)
-        except UnknownModelError as error:
-            await self._refuse(exchange, HttpError(404, str(error), code="model_not_found"))
-        except OversizeError as error:
-            await self._refuse(exchange, HttpError(400, str(error), code=TOO_LONG))
-        except RequestError as error:
-            await self._refuse(exchange, HttpError(400, str(error)))
-        except EngineGone as error:
-            await self._refuse(exchange, HttpError(503, str(error), retry=2))
-        except EverystepError as error:
-            await self._refuse(exchange, HttpError(400, str(error)))
-        except Exception:
-            log.exception("%s: a defect of the server", exchange.id)
-            await self._refuse(
-                exchange, HttpError(500, "A defect of the server; its log has more.")
-            )
+        except Exception as error:
+            await self._refuse(exchange, as_http_error(error) or defect(error, exchange.id))
         finally:
             self._front.open -= 1
             exchange.stop_listening()
@@ -584,11 +567,8 @@ class Responder:
         if exchange.request.method != "POST" or caller.background:
             await self._answer_or_leave(exchange)
             return
-        try:
-            with self._front.link.book.request(caller.key):
-                await self._answer_or_leave(exchange)
-        except QuotaError as error:
-            raise HttpError(429, str(error), code="quota", retry=error.seconds) from error
+        with self._front.link.book.request(caller.key):
+            await self._answer_or_leave(exchange)
 
     async def _answer_or_leave(self, exchange: Exchange) -> None:
         working = asyncio.ensure_future(self._answer(exchange))

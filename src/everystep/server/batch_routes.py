@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from starlette.responses import FileResponse
 from starlette.routing import Route
 
-from everystep.errors import CapacityError, RequestError
+from everystep.errors import RequestError
 from everystep.server.application import Front, Responder
-from everystep.server.batch_desk import BatchDesk, BatchState, UnknownBatchError
+from everystep.server.batch_desk import BatchDesk, BatchState
 from everystep.server.exchange import Exchange, HttpError
 from everystep.server.fields import Json
-from everystep.server.file_store import StoredFile, UnknownFileError, copied
+from everystep.server.file_store import StoredFile, copied
 from everystep.server.form import read_form
 from everystep.server.routes import BATCHES
 
@@ -42,24 +42,9 @@ class BatchRoutes:
             ("POST", "/v1/batches/{id}/cancel", self._cancel),
         )
         return [
-            Route(path, Responder(self._front, self._judged(answer)), methods=[method])
+            Route(path, Responder(self._front, answer), methods=[method])
             for method, path, answer in served
         ]
-
-    def _judged(self, answer: Answer) -> Answer:
-        """Return an answer whose errors have the statuses that clients know."""
-
-        async def judged(exchange: Exchange) -> None:
-            if self._desk is None:
-                raise HttpError(404, _OFF, code="batches_off")
-            try:
-                await answer(exchange)
-            except (UnknownFileError, UnknownBatchError) as error:
-                raise HttpError(404, str(error)) from error
-            except CapacityError as error:
-                raise HttpError(429, str(error), retry=60) from error
-
-        return judged
 
     @property
     def desk(self) -> BatchDesk:

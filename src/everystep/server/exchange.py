@@ -72,6 +72,12 @@ class FrontSettings:
     recorded: Keys = field(default_factory=Keys)
 
 
+def defect(error: Exception, id: str) -> HttpError:
+    """Return what a client is told of an error that nobody expected; the log has all of it."""
+    log.error("%s: a defect of the server", id, exc_info=error)
+    return HttpError(500, "A defect of the server; its log has more.")
+
+
 class Gone(Exception):
     """The client is not there any more."""
 
@@ -252,9 +258,10 @@ class Exchange:
         except StopAsyncIteration:
             await self._write(self.form.end, more=False)
             return None
-        except HttpError as error:
-            if not self.status:
+        except Exception as caught:
+            if not self.status or isinstance(caught, Gone):
                 raise
+            error = caught if isinstance(caught, HttpError) else defect(caught, self.id)
             log.warning("%s: the stream ends with an error: %s", self.id, error)
             self.place(error)
             last = self.form.last

@@ -16,6 +16,10 @@ class UnknownRunError(RequestError):
     """The caller has no open run of this name."""
 
 
+class TooManyRunsError(CapacityError):
+    """A run beyond those that may be open at once."""
+
+
 class BusyRunError(RequestError):
     """Something is being done to the run already."""
 
@@ -54,12 +58,12 @@ class LiveRuns:
         self._runs: dict[str, LiveRun] = {}
 
     def add(self, owner: str | None, to: Addressee) -> LiveRun:
-        """Return a new run of this caller's; CapacityError if there are too many."""
+        """Return a new run of this caller's; TooManyRunsError if there are too many."""
         self._forget_lost()
         own = sum(one.owner == owner for one in self._runs.values())
         most = self._limits.per_key if own >= self._limits.per_key else self._limits.total
         if own >= self._limits.per_key or len(self._runs) >= self._limits.total:
-            raise CapacityError(
+            raise TooManyRunsError(
                 "too many runs are open",
                 wanted=f"at most {most}",
                 do="End one with DELETE, or save it and resume it later",

@@ -9,7 +9,6 @@ from contextlib import aclosing, suppress
 from starlette.responses import Response
 from starlette.routing import Route
 
-from everystep.errors import CapacityError, OversizeError
 from everystep.server import routes
 from everystep.server.application import Front, Responder
 from everystep.server.asking import addressee, read_changes, read_ids, read_open
@@ -17,11 +16,9 @@ from everystep.server.exchange import Exchange, HttpError
 from everystep.server.fields import Json
 from everystep.server.link import EngineGone
 from everystep.server.live_runs import (
-    BusyRunError,
     LiveRun,
     LiveRuns,
     RunLimits,
-    UnknownRunError,
 )
 from everystep.server.messages import Failed, RunAsk, RunNews, RunOver
 from everystep.server.routes import RouteTable
@@ -66,7 +63,7 @@ class RunRoutes:
         ]
         found += [("POST", table.path, self._verb(table, act)) for table, act in verbs]
         return [
-            Route(path, Responder(self._front, _judged(answer)), methods=[method])
+            Route(path, Responder(self._front, answer), methods=[method])
             for method, path, answer in found
         ]
 
@@ -243,21 +240,3 @@ def _failure(message: Failed) -> HttpError:
 def _shown(run: LiveRun, body: Mapping[str, Json]) -> dict[str, Json]:
     """Return how a run stands, as clients read it."""
     return {"id": run.id, "object": "everystep.run", "model": run.to.name, **body}
-
-
-def _judged(answer: Answer) -> Answer:
-    """Return an answer whose errors have statuses of their own."""
-
-    async def judged(exchange: Exchange) -> None:
-        try:
-            await answer(exchange)
-        except UnknownRunError as error:
-            raise HttpError(404, str(error), code="run_not_found") from error
-        except BusyRunError as error:
-            raise HttpError(409, str(error), code="run_busy") from error
-        except OversizeError as error:  # which comes again however long one waits
-            raise HttpError(400, str(error)) from error
-        except CapacityError as error:
-            raise HttpError(429, str(error), code="too_many_runs", retry=30) from error
-
-    return judged

@@ -250,7 +250,7 @@ def read_chat(
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ReadMessages:
     """Messages, read: their ids, what they ask of tools and thoughts, and their pictures."""
 
     ids: list[int]
@@ -258,14 +258,14 @@ class Conversation:
     pictures: tuple[Pixels, ...]
 
 
-def read_messages(given: Mapping[str, Json], to: Addressee) -> Conversation:
+def read_messages(given: Mapping[str, Json], to: Addressee) -> ReadMessages:
     """Return what the messages of a body are."""
     begins, continues, dialogue = _asked_of_template(given, to)
     front = to.front
     own = given["messages"], front.tokenizer, front.pictures
     messages, pictures = with_scaled(*own, sees=to.facts.sees)
     ids = render(messages, front, begins=begins, continues=continues, dialogue=dialogue)
-    return Conversation(ids, dialogue, tuple(pictures))
+    return ReadMessages(ids, dialogue, tuple(pictures))
 
 
 def _asked_of_template(

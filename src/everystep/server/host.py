@@ -51,8 +51,8 @@ from everystep.server.messages import (
     Ended,
     Failed,
     HearAsk,
-    Heard,
     HeardPart,
+    HeardText,
     Leave,
     Likelihoods,
     ModelFacts,
@@ -424,7 +424,7 @@ def _ended(result: Generated) -> Ended:
     )
 
 
-def _transcript(ask: HearAsk, hosted: HostedModel, left: threading.Event) -> Heard:
+def _transcript(ask: HearAsk, hosted: HostedModel, left: threading.Event) -> HeardText:
     """Return what is said in a sound; UnsupportedError once nobody waits for it."""
 
     def criterion(ids: Tensor, *_: object) -> Tensor:
@@ -448,7 +448,7 @@ def _transcript(ask: HearAsk, hosted: HostedModel, left: threading.Event) -> Hea
         **options,
     )
     parts = [HeardPart(one.text, one.start, one.end, [*one.ids]) for one in found.segments]
-    return Heard(ask.id, found.text, found.language, parts)
+    return HeardText(ask.id, found.text, found.language, parts)
 
 
 def _known(found: TokenLogprobs | Score, first: int = 0) -> Likelihoods:

@@ -33,7 +33,7 @@ from everystep.server.messages import (
     Begun,
     Failed,
     HearAsk,
-    Heard,
+    HeardText,
     Leave,
     ModelFacts,
     Over,
@@ -58,7 +58,7 @@ HANG_SECONDS = 120.0
 _FATAL = 2
 """Deaths of an engine after which an ask that was under way is given up."""
 _LONGEST_PAUSE = 10.0
-News = RowNews | Begun | Over | ScoredTexts | Heard | RunNews | RunOver | Failed
+News = RowNews | Begun | Over | ScoredTexts | HeardText | RunNews | RunOver | Failed
 AnyAsk = Ask | ScoreAsk | HearAsk | RunAsk
 
 
@@ -350,7 +350,7 @@ class EngineLink:
     async def follow(
         self, ask: AnyAsk, place: LinePlace | None = None
     ) -> AsyncGenerator[News, None]:
-        """Yield what becomes of an ask, `Over`, `ScoredTexts`, `Heard`,
+        """Yield what becomes of an ask, `Over`, `ScoredTexts`, `HeardText`,
         `RunOver` or `Failed` last.
 
         A prompt waits in line, at its place. Leaving the iterator ends the ask.
@@ -368,7 +368,7 @@ class EngineLink:
             while True:
                 message = await one.news.get()
                 yield message
-                if isinstance(message, Over | ScoredTexts | Heard | RunOver | Failed):
+                if isinstance(message, Over | ScoredTexts | HeardText | RunOver | Failed):
                     return
         finally:
             if self._asking.pop(ask.id, None) is not None:
@@ -482,7 +482,7 @@ class EngineLink:
             return
         if isinstance(message, RunOver):
             del self._asking[message.id]
-        elif isinstance(message, Over | ScoredTexts | Heard | Failed):
+        elif isinstance(message, Over | ScoredTexts | HeardText | Failed):
             del self._asking[message.id]
             self._seconds += 0.1 * (self._clock() - one.since - self._seconds)
             over = message.results if isinstance(message, Over) else None

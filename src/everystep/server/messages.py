@@ -202,7 +202,7 @@ class HeardPart(msgspec.Struct, frozen=True):
     tokens: list[int]
 
 
-class Heard(msgspec.Struct, tag=True, frozen=True):
+class HeardText(msgspec.Struct, tag=True, frozen=True):
     """A sound has been written down."""
 
     id: int
@@ -235,7 +235,9 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 ToEngine = Ask | ScoreAsk | HearAsk | RunAsk | Leave | Quit
-ToFront = Ready | Alive | Begun | Tokens | Over | ScoredTexts | Heard | RunNews | RunOver | Failed
+ToFront = (
+    Ready | Alive | Begun | Tokens | Over | ScoredTexts | HeardText | RunNews | RunOver | Failed
+)
 
 _encoder = msgspec.msgpack.Encoder()
 OF_FRONT: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -23,7 +23,7 @@ from everystep.server.asking import Addressee, addressee
 from everystep.server.exchange import Exchange, HttpError
 from everystep.server.fields import Json
 from everystep.server.form import read_form
-from everystep.server.messages import Failed, HearAsk, Heard, HeardPart
+from everystep.server.messages import Failed, HearAsk, HeardPart, HeardText
 from everystep.server.routes import TRANSCRIPTIONS
 from everystep.sounds.sound_files import read_sound_bytes
 from everystep.text.languages import LANGUAGES
@@ -88,7 +88,7 @@ class TranscriptionRoutes:
             )
         return to
 
-    async def _heard(self, ask: HearAsk) -> Heard:
+    async def _heard(self, ask: HearAsk) -> HeardText:
         front = self._front
         try:
             async with asyncio.timeout(front.settings.deadline):
@@ -96,7 +96,7 @@ class TranscriptionRoutes:
                     async for message in news:
                         if isinstance(message, Failed):
                             raise front.failure(message, None)
-                        if isinstance(message, Heard):
+                        if isinstance(message, HeardText):
                             return message
         except TimeoutError:
             what = "The deadline passed before the end of the sound."
@@ -203,7 +203,7 @@ def _prompt(text: str | None, to: Addressee) -> list[int]:
 
 
 async def _answer(
-    exchange: Exchange, given: Mapping[str, Json], heard: Heard, seconds: float
+    exchange: Exchange, given: Mapping[str, Json], heard: HeardText, seconds: float
 ) -> None:
     """Send a transcript in the form that was asked for."""
     match given.get("response_format", "json"):
@@ -224,7 +224,7 @@ async def _answer(
 _SUBRIP = "application/x-subrip"
 
 
-def _verbose(heard: Heard, seconds: float, temperature: float) -> dict[str, Json]:
+def _verbose(heard: HeardText, seconds: float, temperature: float) -> dict[str, Json]:
     code = heard.language
     return {
         "task": "transcribe",

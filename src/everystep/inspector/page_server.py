@@ -29,6 +29,7 @@ from everystep.errors import EverystepError, RequestError
 from everystep.inspector.page import asset
 from everystep.inspector.sessions import InspectorSession
 from everystep.server.listener import Listener
+from everystep.server.page_headers import page_headers
 
 MOST_BODY = 1 << 20
 """Bytes of a body at most."""
@@ -39,19 +40,7 @@ _OPEN = {
     "/page.css": ("text/css", "page.css"),
 }
 """What needs no token, as it says nothing: the type and the asset, by path."""
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'"
-)
-_HEADERS = {
-    "Content-Security-Policy": _POLICY,
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-store",
-}
+_HEADERS = page_headers("'self' data:", "no-store")
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>

@@ -10,19 +10,9 @@ from importlib.resources import files
 
 from starlette.responses import Response
 
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'"
-)
-_HEADERS = {
-    "Content-Security-Policy": _POLICY,
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-cache",
-}
+from everystep.server.page_headers import page_headers
+
+_HEADERS = page_headers("data:", "no-cache")
 _SAMPLING = "sample best_of beam_sample"
 """Strategies beside which a temperature means something."""
 _ALONE = "greedy beam diverse_beam contrastive dola"

@@ -235,6 +235,7 @@ def test_parts_on_several_processes_are_never_read(together: list[dict[str, Any]
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # inductor's own
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_it_is_compiled(backend: str) -> None:
     torch._dynamo.reset()

@@ -83,9 +83,7 @@ def check(name: str, call: Any, given: dict[str, Any]) -> None:
     try:
         called(model, call, given)
     except EverystepError as error:
-        assert not found and found.reason == str(found)
-        # An engine that runs compares a call with what it was opened with.
-        assert call == "AsyncEngine" or found.reason == str(error)
+        assert not found and found.reason == str(found) == str(error)
     else:
         assert found and str(found) == "yes" and found.call == call
 
@@ -101,6 +99,12 @@ def test_an_answer_is_that_of_the_call(name: str, call: str, feature: str) -> No
 @pytest.mark.parametrize(("name", "call", "feature"), CELLS)
 def test_each_answer_is_that_of_the_call(name: str, call: str, feature: str) -> None:
     check(name, call, dict(FEATURES[feature]))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MODELS)
+def test_an_engine_that_is_open_has_caches_of_one_kind(name: str) -> None:
+    check(name, "AsyncEngine", {"cache_implementation": "quantized"})
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -26,6 +26,7 @@ from everystep.requests.prompts import PromptLike, TokenizerLike, messages_of, r
 from everystep.requests.subject import Subject
 from everystep.runs.hands import Asked
 from everystep.speech.transcription_options import read_speech
+from everystep.stops.ends import moment
 
 CallName = Literal["model.generate", "es.generate", "es.stream", "es.open", "AsyncEngine"]
 _BEAMS: Mapping[str, object] = {"num_beams": 2}
@@ -164,6 +165,12 @@ def _of_prompts(
     tokenizer: TokenizerLike | None,
 ) -> None:
     """Plan a call about prompts; an error says why it is refused."""
+    if call == "AsyncEngine":
+        # An engine is opened before any call, so that a call has to fit an engine without options.
+        session = Session(subject, tokenizer, (), None, 0, {}, gives_events=True)
+        options = session.asked(prompt, given, moment())
+        _require_executor(subject, session.own_call(prompt, options))
+        return
     seed: Any = given.pop("seed", 0)
     if call == "es.open":
         chat = None if messages_of(prompt) is None else subject.chat_defaults

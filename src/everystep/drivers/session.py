@@ -293,9 +293,12 @@ class Session:
         """Return the request of a prompt that is a call of its own, with options of its own."""
         if options.seed is None:
             options = replace(options, seed=self._seed_for(index, alone=True))
-        planned = self._planned(self._passed(prompt, options), options, 0)
-        (request,) = self._completed(planned).requests
+        (request,) = self._completed(self.own_call(prompt, options)).requests
         return replace(request, request_id=str(index))
+
+    def own_call(self, prompt: PromptLike, options: Options) -> Call:
+        """Return the call of such a prompt with everything decided and nothing computed."""
+        return self._planned(self._passed(prompt, options), options, 0)
 
     def read(self, prompt: PromptLike, index: int) -> PromptValues:
         """Return the prompt of this number as one row of the inputs of `model.generate`."""

@@ -1,8 +1,10 @@
 """Compiles the native kernels while the package is built; everything else is in pyproject.toml.
 
-Without a compiler the package is built all the same, and runs on torch operators. With
-EVERYSTEP_KERNELS=none nothing is compiled: the wheel is for every platform, and
-`python -m everystep.executors.native` compiles the kernels where it is installed.
+Without a compiler the package is built all the same, and runs on torch operators. An installation
+gets the kernels of the machine that it is on. EVERYSTEP_KERNELS=all compiles those of every
+processor of its kind, for a wheel that goes to others. With EVERYSTEP_KERNELS=none nothing is
+compiled: the wheel is for every platform, and `python -m everystep.executors.native` compiles the
+kernels where it is installed.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-KERNELS = os.environ.get("EVERYSTEP_KERNELS", "") != "none"
+WANTED = os.environ.get("EVERYSTEP_KERNELS", "")
+KERNELS = WANTED != "none"
 NATIVE = Path(__file__).parent / "src" / "everystep" / "executors" / "native"
 
 
@@ -36,7 +39,9 @@ class BuildWithKernels(build_py):
 
     def run(self) -> None:
         native = compilation()
-        names = native.fitting_sets() if self.editable_mode else native.instruction_sets()
+        # Who works on it in place tests each set that the processor has.
+        own = native.fitting_sets if self.editable_mode else native.own_sets
+        names = native.instruction_sets() if WANTED == "all" else own()
         for problem in native.build(names) if KERNELS else []:
             print(f"everystep: the native executor is left out: {problem}", file=sys.stderr)
         super().run()

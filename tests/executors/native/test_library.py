@@ -160,6 +160,33 @@ def test_an_installation_in_place_compiles_what_its_processor_has(
     monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(build, "processor_flags", lambda: frozenset(flags.split()))
     assert build.fitting_sets() == names
+    assert build.own_sets() == list(dict.fromkeys((names[0], "plain")))
+
+
+@pytest.mark.parametrize(
+    ("said", "names"),
+    [
+        ([], ["avx2", "plain"]),
+        (["avx512"], ["avx512"]),
+        (["all"], ["avx512vnni", "avx512", "avx2", "plain"]),
+        (["avx9"], None),
+    ],
+)
+def test_the_command_compiles_what_it_is_told(
+    said: list[str],
+    names: list[str] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    compiled: list[list[str]] = []
+    monkeypatch.setattr(build.sys, "argv", ["build", *said])
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build, "processor_flags", lambda: frozenset(("avx2", "fma", "f16c")))
+    monkeypatch.setattr(build, "build", lambda wanted: compiled.append(list(wanted)) or [])
+    assert build.main() == (names is None)
+    assert compiled == ([] if names is None else [names])
+    if names is None:
+        assert "avx9 is no instruction set here\nName some of avx512vnni" in capsys.readouterr().err
 
 
 def test_without_a_compiler_the_build_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,13 @@
 """Compiles the kernels, once for each instruction set, into libraries beside this file.
 
-    python -m everystep.executors.native          those that this processor has
+    python -m everystep.executors.native          the best that this processor has, and the plain one
+    python -m everystep.executors.native avx2     those that are named
     python -m everystep.executors.native all      those of every processor of its kind
 
-A wheel gets all of them, an installation in place those of the processor that it is on, which takes
-half as long. Where there is no compiler the libraries are missing and everything
-runs on torch operators. It imports nothing but the standard library, because the installation does
-not have the rest yet.
+An installation gets the first, which takes a third of the time; a wheel that is published gets all
+of them. Where there is no compiler the libraries are missing and everything runs on torch
+operators. It imports nothing but the standard library, because the installation does not have the
+rest yet.
 """
 
 from __future__ import annotations
@@ -88,6 +89,11 @@ def fitting_sets() -> list[str]:
     return [name for name in instruction_sets() if flags.issuperset(_NEEDS[name])]
 
 
+def own_sets() -> list[str]:
+    """Return the instruction set that this processor runs, and the one that any other would."""
+    return list(dict.fromkeys((fitting_sets()[0], "plain")))
+
+
 def library_path(name: str) -> Path:
     """Return the file of the library for an instruction set."""
     return HERE / f"libeverystep-{name}.so"
@@ -137,8 +143,12 @@ def _build(cxx: str, name: str) -> str | None:
 
 def main() -> int:
     """Compile what the command line asks for, say what became of it, and return an exit code."""
-    every = sys.argv[1:] == ["all"]
-    problems = build(instruction_sets() if every else fitting_sets())
+    known, named = instruction_sets(), sys.argv[1:]
+    wanted = list(known) if named == ["all"] else named or own_sets()
+    problems = [f"{name} is no instruction set here" for name in wanted if name not in known]
+    if problems:
+        problems.append(f"Name some of {', '.join(known)}, or all")
+    problems = problems or build(wanted)
     print("\n".join(problems) or "the native libraries are built", file=sys.stderr)
     return 1 if problems else 0
 

@@ -249,10 +249,8 @@ def status() -> Status:
         return Status(chosen[0])
     if wanted is not None and wanted not in fitting:
         return Status(None, f"EVERYSTEP_INSTRUCTIONS is {wanted}, this processor has {fitting}")
-    return Status(
-        None,
-        f"it was not compiled: install a C++ compiler and run {COMMAND}",
-    )
+    run = COMMAND if wanted is None else f"{COMMAND} {wanted}"
+    return Status(None, f"it was not compiled: install a C++ compiler and run {run}")
 
 
 @cache

@@ -1,6 +1,6 @@
 """Compiles the kernels, once for each instruction set, into libraries beside this file.
 
-    python -m everystep.executors.native          the best that this processor has, and the plain one
+    python -m everystep.executors.native          the best that this processor has, and plain
     python -m everystep.executors.native avx2     those that are named
     python -m everystep.executors.native all      those of every processor of its kind
 

@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # A script that runs tests in its background has them ignore Ctrl-C, and they would inherit
         # that, with every process that they start.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms imports a compiler
     torch.utils.deterministic.fill_uninitialized_memory = True
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
@@ -134,9 +134,11 @@ def forbid_network() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    kept = [item for item in items if _is_wanted(item, config)]
-    if len(kept) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    kept, left = [], []
+    for item in items:
+        (kept if _is_wanted(item, config) else left).append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
         items[:] = kept
     if not config.getoption("all"):
         _skip(items, "model", missing_model)

@@ -56,7 +56,7 @@ class Decoder(Network):
     makes of hidden states (N, E) after a layer. `around`: of each layer, what is given a call, what
     gives the layer, and the call's other arguments, and makes the call with the weights that the
     layer has then; empty where they are those of `layers`. `split`: the process's part of it, where
-    the weights lie in parts on several: those of its heads, of its share of an MLP and of its share
+    the weights lie in parts on several: those of its heads, of the inside of an MLP and of its rows
     of the vocabulary; `spec` is that of the whole.
     """
 
@@ -175,7 +175,7 @@ class Decoder(Network):
         return self._whole(self.head(hidden))
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """Return those of the part of the vocabulary that this process has, (..., its share)."""
+        """Return (..., n), those of the n tokens that this process has of the vocabulary."""
         logits = self.head(hidden)
         cap = self.spec.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -1,7 +1,7 @@
 """A process's part of a network that several processes compute together.
 
-Each has a share of the heads, of the inner size of an MLP and of the vocabulary, and what they
-compute is added or put side by side where all of it is read. How they reach each other is not known
+Each has some of the heads, of the inside of an MLP and of the vocabulary, and what they compute is
+added or put side by side where all of it is read. How they reach each other is not known
 here.
 """
 
@@ -27,12 +27,14 @@ class Split(ABC):
 
     @abstractmethod
     def joined(self, part: Tensor, dim: int, size: int) -> Tensor:
-        """Return `size` entries of a dimension, shared out as by `share`, to the first process; the
-        others get back what they have."""
+        """Return `size` entries of a dimension, of which each has its own, to the first process.
+
+        The others get back what they have.
+        """
 
     def own(self, size: int) -> tuple[int, int]:
         """Return the first of this process's entries of `size`, and the one after its last."""
-        return share(size, self.number, self.count)
+        return entries_of(size, self.number, self.count)
 
     @property
     def is_first(self) -> bool:
@@ -40,6 +42,6 @@ class Split(ABC):
         return self.number == 0
 
 
-def share(size: int, number: int, count: int) -> tuple[int, int]:
+def entries_of(size: int, number: int, count: int) -> tuple[int, int]:
     """Return the first and the end of the entries that the process of this number has of `size`."""
     return number * size // count, (number + 1) * size // count

@@ -118,7 +118,8 @@ def test_masks_of_heads_and_pasts_are_shared_out() -> None:
     threads.run(first), whole.run(first)
     past = whole.export(0)
     own = threads.together(lambda number: threads.executors[number].export(0))
-    for layer, parts in zip(past.layers, zip(*(one.layers for one in own), strict=True)):
+    each_layer = zip(*(one.layers for one in own), strict=True)
+    for layer, parts in zip(past.layers, each_layer, strict=True):
         for held, each in zip(layer, zip(*parts, strict=True), strict=True):
             assert near(torch.cat(each), held)
     mask = torch.rand(4, 2, 5, generator=torch.Generator().manual_seed(1)) < 0.7
@@ -141,7 +142,12 @@ def test_the_best_of_a_row_are_merged_exactly() -> None:
     threads, whole = Threads(model, 2), TorchExecutor(model)
     verbs = tuple(Verb("allocate", row) for row in range(4))
     work = Work(
-        verbs, ints(0, 1, 2, 3), ints(0, 0, 0, 0), ints(2, 1, 1, 3), ints(2, 1, 1, 3), ints(*range(7))
+        verbs,
+        ints(0, 1, 2, 3),
+        ints(0, 0, 0, 0),
+        ints(2, 1, 1, 3),
+        ints(2, 1, 1, 3),
+        ints(*range(7)),
     )
     rows = whole.run(work).logits.float()
     best = replace(work, best=np.array([5, 0, 64, 1]), totals=True)

@@ -82,7 +82,7 @@ def test_a_process_that_cannot_load_says_why(tmp_path: Path) -> None:
 DRIVER = """
 import os, sys, time
 import everystep as es
-from tests.api.test_parallel import children
+from tests.executors.parallel.children import children
 model = es.load_model(sys.argv[1], parallel=2)
 print(children()[0], flush=True)
 time.sleep(600)

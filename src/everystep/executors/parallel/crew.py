@@ -41,7 +41,12 @@ T = TypeVar("T")
 _LOADING = 1800.0
 """The seconds that a process may take to start and to load its part."""
 _GLANCE = 0.02
-_PROGRAM = "everystep.executors.parallel"
+_PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from everystep.executors.parallel.loading import main; main()"
+)
+_PLACE = str(Path(__file__).absolute().parents[3])
+"""Where this package is imported from, which may be relative to another working directory."""
 
 
 @dataclass(eq=False)
@@ -61,7 +66,7 @@ class Children:
         orders = {**self.orders, "number": number, "meeting": meeting, "parent": self.owner}
         # In a session of its own Ctrl-C in the terminal does not reach it.
         process = subprocess.Popen(
-            [sys.executable, "-m", _PROGRAM],
+            [sys.executable, "-c", _PROGRAM, _PLACE],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,

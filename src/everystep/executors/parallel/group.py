@@ -20,7 +20,7 @@ from torch import Tensor
 
 from everystep.errors import RankError, UnsupportedError
 from everystep.nn.modes import ordinary_mode
-from everystep.nn.split import Split, share
+from everystep.nn.split import Split, entries_of
 
 Store = Any
 """Where processes meet: a store of torch's, which has no types."""
@@ -86,7 +86,8 @@ class RankGroup(Split):
 
     def joined(self, part: Tensor, dim: int, size: int) -> Tensor:
         sizes = [
-            end - first for first, end in (share(size, n, self.count) for n in range(self.count))
+            end - first
+            for first, end in (entries_of(size, n, self.count) for n in range(self.count))
         ]
         line = part.movedim(dim, 0)
         most = max(sizes)

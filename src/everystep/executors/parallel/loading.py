@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -111,8 +112,9 @@ def serve(
     RankServer(group, model, parent).serve(meeting)
 
 
-def serve_parent(orders: dict[str, Any]) -> None:
-    """Serve the process that has started this one with these orders."""
+def main() -> None:
+    """Serve the process that has started this one, with the orders on the standard input."""
+    orders: dict[str, Any] = json.loads(sys.stdin.read())
     torch.set_num_threads(orders["threads"])
     dtype = None if orders["dtype"] is None else getattr(torch, orders["dtype"])
     store = file_store(Path(orders["store"]))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from everystep.adapters import Adapter
 from everystep.cache.formats import CacheDtype, Quantization
-from everystep.executors.parallel.parts import own_adapter, own_work
+from everystep.executors.parallel.own_parts import own_adapter, own_work
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, build_model
 from everystep.models.load import named_weights

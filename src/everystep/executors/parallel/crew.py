@@ -35,7 +35,7 @@ from everystep.executors.parallel.group import (
     file_store,
     readiness,
 )
-from everystep.executors.parallel.messages import Message, adapter_form, to_message
+from everystep.executors.parallel.rank_messages import Message, adapter_form, to_message
 
 T = TypeVar("T")
 _LOADING = 1800.0
@@ -43,14 +43,14 @@ _LOADING = 1800.0
 _GLANCE = 0.02
 _PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
-    "from everystep.executors.parallel.loading import main; main()"
+    "from everystep.executors.parallel.part_loading import main; main()"
 )
 _PLACE = str(Path(__file__).absolute().parents[3])
 """Where this package is imported from, which may be relative to another working directory."""
 
 
 @dataclass(eq=False)
-class Children:
+class RankProcesses:
     """The other processes, where this one starts them; `orders`: what they are to load.
 
     `folder`: where they meet.
@@ -104,7 +104,7 @@ class Crew:
     `group`: how this one reaches them. `generation`: how often one of them has lost its rows.
     """
 
-    def __init__(self, group: RankGroup, children: Children | None) -> None:
+    def __init__(self, group: RankGroup, children: RankProcesses | None) -> None:
         self.group = group
         self.generation = 0
         self._children = children
@@ -122,7 +122,7 @@ class Crew:
         """Return one whose other processes are started now, and load while this one does."""
         folder = Path(tempfile.mkdtemp(prefix="everystep-"))
         place = folder / "store"
-        children = Children({**orders, "store": str(place), "count": count}, folder)
+        children = RankProcesses({**orders, "store": str(place), "count": count}, folder)
         crew = cls(RankGroup(0, count, file_store(place), patience, here=True), children)
         for number in range(1, count):
             children.start(number, 1)
@@ -280,7 +280,7 @@ class Crew:
         self._end()
 
 
-def _end(store: Store, children: Children | None, owner: int) -> None:
+def _end(store: Store, children: RankProcesses | None, owner: int) -> None:
     if os.getpid() != owner:
         return
     with suppress(RuntimeError):

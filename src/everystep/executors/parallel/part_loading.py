@@ -12,9 +12,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from everystep.errors import RequestError, UnsupportedError
 from everystep.executors.parallel.crew import Crew
-from everystep.executors.parallel.executor import agree
 from everystep.executors.parallel.group import RankGroup, file_store
-from everystep.executors.parallel.serving import RankServer
+from everystep.executors.parallel.parallel_executor import agree
+from everystep.executors.parallel.rank_server import RankServer
 from everystep.executors.process import loading
 from everystep.files.model_folder import open_folder
 from everystep.files.sources import Launched, launched

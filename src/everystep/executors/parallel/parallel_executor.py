@@ -15,9 +15,9 @@ from everystep.adapters import Adapter
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.errors import RankError
 from everystep.executors.parallel.crew import Crew
-from everystep.executors.parallel.messages import Message, work_form
-from everystep.executors.parallel.parts import own_adapter, own_work
-from everystep.executors.parallel.serving import described, digests_of
+from everystep.executors.parallel.own_parts import own_adapter, own_work
+from everystep.executors.parallel.rank_messages import Message, work_form
+from everystep.executors.parallel.rank_server import described, digests_of
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, first_layers, refuse_copies
 from everystep.nn.modes import inference_mode, outside_autocast

@@ -15,8 +15,8 @@ from everystep.adapters import Adapter
 from everystep.cache.formats import Quantization
 from everystep.errors import RankError, RequestError
 from everystep.executors.parallel.group import OVER, RankGroup, call_for, readiness
-from everystep.executors.parallel.messages import Message, adapter_of, from_message, work_of
-from everystep.executors.parallel.parts import own_adapter, own_work
+from everystep.executors.parallel.own_parts import own_adapter, own_work
+from everystep.executors.parallel.rank_messages import Message, adapter_of, from_message, work_of
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, first_layers
 from everystep.models.load import named_shapes, part_digest

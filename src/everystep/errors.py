@@ -114,6 +114,11 @@ class TrainingError(EverystepError, RuntimeError):
     failed."""
 
 
+class RankError(EverystepError, RuntimeError):
+    """A process that holds a part of a model failed, ended or does not answer; the rows of its
+    executors are gone, and calls that go on feed them again."""
+
+
 class CapacityError(EverystepError, RuntimeError):
     """There are not enough rows, positions or memory at the moment."""
 

@@ -20,7 +20,9 @@ from everystep.adapters.changes import (
     AfterLayer,
     Delta,
     Dense,
+    InputScaling,
     Magnitude,
+    NormChange,
     OutputScaling,
 )
 from everystep.adapters.known import (
@@ -58,10 +60,12 @@ __all__ = [
     "Dense",
     "EVERY_CHANGE",
     "EVERY_PART",
+    "InputScaling",
     "LoHaConfig",
     "LoraConfig",
     "Magnitude",
     "Mix",
+    "NormChange",
     "OutputScaling",
     "PeftAdapter",
     "STEER",

@@ -18,6 +18,7 @@ from everystep.errors import InvariantError, UnsupportedError, nearest, shown
 from everystep.models import Model
 from everystep.models.decoder import Decoder
 from everystep.models.families import find_family
+from everystep.models.load import refuse_part
 from everystep.models.parameters import ParameterPart
 from everystep.nn.linear import LinearMap, dense
 from everystep.nn.norm import Norm
@@ -42,6 +43,7 @@ class Target:
 
     def matrix(self, model: Model) -> Tensor:
         """Return (rows, in) the values of its own rows, in the network's order."""
+        refuse_part(model)
         own = slice(self.part.start, self.part.stop)
         network = cast(Decoder, model.network)
         if self.key == TABLE:
@@ -51,6 +53,7 @@ class Target:
 
     def bias(self, model: Model) -> Tensor | None:
         """Return (rows,) its bias, in the network's order, None without one."""
+        refuse_part(model)
         base = None if self.key == TABLE else part_at(cast(Decoder, model.network), self.key).bias
         return None if base is None else base[self.part.start : self.part.stop]
 

@@ -18,19 +18,21 @@ from everystep.api.model import LanguageModel
 from everystep.cache.formats import CacheDtype
 from everystep.config import GenerationConfig, chat_defaults_of
 from everystep.config.foreign_names import ADVICE, WEIGHTS
-from everystep.config.kinds import one_of
+from everystep.config.kinds import POSITIVE, SIZE, one_of
 from everystep.errors import (
     FormatError,
     MissingFileError,
     RequestError,
     UnknownArgumentError,
+    UnsupportedError,
     nearest,
     shown,
 )
 from everystep.executors.choice import ExecutorName, panels_of, slow_path
+from everystep.executors.parallel import load_parts
 from everystep.executors.process import loading
 from everystep.files.gguf import GgufFile, read_gguf
-from everystep.files.model_folder import open_folder
+from everystep.files.model_folder import ModelFolder, open_folder
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.images import PictureTokenizer, read_picture_settings
 from everystep.models import Model, build_gguf_model, build_model
@@ -65,6 +67,10 @@ class LoadOptions(TypedDict, total=False):
     """What runs the steps: "auto", "native" or "torch"."""
     without: Sequence[str]
     """The parts that are left out: ("vision",) for a model whose pictures come as embeddings."""
+    parallel: int
+    """The number of processes that hold the weights in parts; 1: this one holds all of them."""
+    parallel_timeout: float
+    """The seconds after which one of them that does not answer is taken for lost."""
 
 
 def load(
@@ -76,6 +82,8 @@ def load(
     device: str | torch.device = "cpu",
     executor: ExecutorName = "auto",
     without: Sequence[str] = (),
+    parallel: int = 1,
+    parallel_timeout: float = 60.0,
     offline: bool = False,
     progress: Progress | None = None,
     **unknown: Never,
@@ -92,15 +100,20 @@ def load(
     `executor`: "auto" runs every request on the native executor where that can do it, and on torch
     operators otherwise; either can be named. `without`: parts that are left out, though the folder
     may have them: ("vision",) keeps the text part of a model that reads pictures. `device`: where
-    the weights lie. `offline`: whether nothing may be fetched. `progress`: a function of (bytes
-    done, of all, name), called on the way.
+    the weights lie. `parallel`: the number of processes that hold the weights in parts and compute
+    each step together, on torch operators; they are started here, or by torchrun, see the guide.
+    UnsupportedError for a model that has no such parts. `parallel_timeout`: the seconds after which
+    one of them that does not answer is taken for lost. `offline`: whether nothing may be fetched.
+    `progress`: a function of (bytes done, of all, name), called on the way.
 
     Example:
 
         >>> model, tokenizer = es.load(folder / "model")
     """
     _refuse_unknown("load", unknown)
-    choices = _Choices(dtype, quantize, cache_dtype, usable_device(device), executor, without)
+    processes = Processes(parallel, parallel_timeout)
+    place = usable_device(device)
+    choices = _Choices(dtype, quantize, cache_dtype, place, executor, without, processes)
     local = resolve_source(path, offline=offline, progress=progress)
     if local.is_dir():
         found = open_folder(local)
@@ -143,21 +156,25 @@ def load_model(
     device: str | torch.device = "cpu",
     executor: ExecutorName = "auto",
     without: Sequence[str] = (),
+    parallel: int = 1,
+    parallel_timeout: float = 60.0,
     offline: bool = False,
     progress: Progress | None = None,
     **unknown: Never,
 ) -> LanguageModel:
     """Return the model that `path` stands for, without a tokenizer.
 
-    `dtype`, `quantize`, `cache_dtype`, `device`, `executor`, `without`, `offline`, `progress`: as
-    for `load`.
+    `dtype`, `quantize`, `cache_dtype`, `device`, `executor`, `without`, `parallel`,
+    `parallel_timeout`, `offline`, `progress`: as for `load`.
 
     Example:
 
         >>> model = es.load_model(folder / "model", dtype=torch.float32)
     """
     _refuse_unknown("load_model", unknown)
-    choices = _Choices(dtype, quantize, cache_dtype, usable_device(device), executor, without)
+    processes = Processes(parallel, parallel_timeout)
+    place = usable_device(device)
+    choices = _Choices(dtype, quantize, cache_dtype, place, executor, without, processes)
     local = resolve_source(path, offline=offline, progress=progress)
     if local.is_dir():
         model = _from_folder(local, choices)
@@ -171,7 +188,7 @@ def load_model(
 def _warn_of_slow_path(model: LanguageModel, choices: _Choices) -> None:
     """Warn once per line that loads, unless the caller asked for what is slow."""
     why = slow_path(cast(Model, model.core), choices.executor)
-    if why is not None and choices.dtype != torch.float64:
+    if why is not None and choices.dtype != torch.float64 and choices.processes.count == 1:
         name = model.name_or_path or "the model"
         what = f"{name} runs on torch operators, several times slower than compiled kernels"
         warnings.warn(f"{what}: {why}", stacklevel=3)
@@ -217,6 +234,20 @@ _KNOWN: Mapping[str, tuple[tuple[str | None, ...], str]] = {
 
 
 @dataclass(frozen=True)
+class Processes:
+    """The processes that hold a model: their `count`, and the `patience` in seconds with one that
+    does not answer; RequestError for what is impossible."""
+
+    count: int
+    patience: float
+
+    def __post_init__(self) -> None:
+        do = "Pass parallel=2, say"
+        SIZE.checked(self.count, "parallel", do)
+        POSITIVE.checked(self.patience, "parallel_timeout", "Pass parallel_timeout=60.0, say")
+
+
+@dataclass(frozen=True)
 class _Choices:
     """The choices of `load` beside the source; RequestError for one that is impossible."""
 
@@ -226,6 +257,7 @@ class _Choices:
     device: str | torch.device
     executor: ExecutorName
     without: Sequence[str]
+    processes: Processes
 
     def __post_init__(self) -> None:
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
@@ -246,6 +278,25 @@ class _Choices:
                 wanted = f"{', '.join(most)} or {last}"
                 do = _advice_on(value) if name == "quantize" else f"Leave {name} out"
                 raise RequestError(wrong, wanted=wanted, got=shown(value), do=do)
+        if self.processes.count > 1:
+            self._refuse_beside_parts()
+
+    def _refuse_beside_parts(self) -> None:
+        """Refuse what does not go with weights in parts on several processes."""
+        place = torch.device(self.device)
+        refused = {
+            "quantize": self.quantize in ("int8", "int4"),
+            "executor": self.executor == "native",
+            "device": place.type != "cpu",
+            "without": bool(self.without),
+        }
+        for name in (name for name, wrong in refused.items() if wrong):
+            raise UnsupportedError(
+                "a model in parts has weights of floats, on CPUs and torch operators",
+                wanted=f"the default of {name}",
+                got=f"{name}={shown(getattr(self, name))}",
+                do=f"Leave {name} out, or parallel",
+            )
 
 
 def _advice_on(way: object) -> str:
@@ -272,6 +323,11 @@ def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
     # An unknown family is the first error, before weights that have no reader.
     find_family(found.config["model_type"])
     config = config_without(found.config, choices.without)
+    settings = _settings_of(found)
+    if choices.processes.count > 1:
+        of_parts = choices.processes.count, choices.processes.patience
+        core, crew = load_parts(folder, choices.dtype, *of_parts)
+        return LanguageModel(core, settings, folder.name, "torch", choices.cache_dtype, crew)
     build: Callable[..., Model] = build_quantised_model
     quantize = choices.quantize
     if folder_format(found.config) is None:
@@ -284,15 +340,24 @@ def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
         quantize=quantize,
         in_panels=partial(panels_of, choices.executor),
     )
-    if found.generation_config is not None:
-        settings = GenerationConfig.from_checkpoint(found.generation_config)
-    else:
-        settings = GenerationConfig.from_model_config(_with_text(found.config))
     return LanguageModel(core, settings, folder.name, choices.executor, choices.cache_dtype)
+
+
+def _settings_of(found: ModelFolder) -> GenerationConfig:
+    if found.generation_config is not None:
+        return GenerationConfig.from_checkpoint(found.generation_config)
+    return GenerationConfig.from_model_config(_with_text(found.config))
 
 
 @loading()
 def _from_gguf(file: GgufFile, name: str, choices: _Choices) -> LanguageModel:
+    if choices.processes.count > 1:
+        raise UnsupportedError(
+            "a GGUF file is not read in parts",
+            wanted="a folder with weights of floats",
+            got=f"parallel={choices.processes.count}",
+            do="Leave parallel out",
+        )
     if choices.without:
         what, do = "a GGUF file holds no part that could be left out", "Leave without out"
         raise RequestError(what, got=f"without={shown(choices.without)}", do=do)

@@ -30,6 +30,7 @@ from everystep.drivers.rectangle import generate
 from everystep.errors import AbsentAttributeError, ModelClassError, UnsupportedError, shown
 from everystep.executors.base import Executor
 from everystep.executors.choice import ExecutorName
+from everystep.executors.parallel import Crew
 from everystep.models import Model
 from everystep.models.load import named_shapes
 from everystep.models.loop_methods import LoopMethods
@@ -67,9 +68,10 @@ class LanguageModel(LoopMethods, Subject):
         name: str = "",
         executor: ExecutorName = "auto",
         cache_dtype: CacheDtype | None = None,
+        crew: Crew | None = None,
     ) -> None:
         config = generation_config or GenerationConfig()
-        self._held: Holder = OwnSubject(core, config, name, executor, cache_dtype)
+        self._held: Holder = OwnSubject(core, config, name, executor, cache_dtype, crew)
 
     @classmethod
     def around(cls, module: nn.Module) -> LanguageModel:
@@ -187,6 +189,11 @@ class LanguageModel(LoopMethods, Subject):
 
     def digest(self, adapters: Iterable[str] = ()) -> str:
         return self._held.digest(adapters)
+
+    def close(self) -> None:
+        """End the processes that hold parts of the model, where it was loaded with `parallel`; no
+        call of it computes anything after that. Nothing for other models."""
+        self._held.close()
 
     @classmethod
     def can_generate(cls) -> bool:

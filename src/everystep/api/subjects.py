@@ -55,6 +55,7 @@ from everystep.executors.choice import (
     panels_of,
     refuse_cache_dtype,
 )
+from everystep.executors.parallel import Crew, ParallelExecutor, digest_of_parts
 from everystep.models import (
     Model,
     WeightModule,
@@ -84,6 +85,10 @@ class Holder(Subject, Protocol):
 
     name_or_path: str
     given_inputs: tuple[PromptInput, ...]
+
+    def close(self) -> None:
+        """End what computes for it in other processes."""
+        return None
 
     @property
     @abstractmethod
@@ -192,6 +197,7 @@ class OwnSubject(Holder):
         name: str,
         executor: ExecutorName,
         cache_dtype: CacheDtype | None,
+        crew: Crew | None = None,
     ) -> None:
         if not isinstance(core, Model):
             raise ModelClassError(
@@ -206,6 +212,7 @@ class OwnSubject(Holder):
         self.name_or_path = name
         self._executor_name = executor
         self._cache_dtype = cache_dtype
+        self._crew = crew  # the processes that have the other parts of it
         self._adapters: Adapters = {}
         self._training = False
         self._recomputes = False
@@ -262,7 +269,13 @@ class OwnSubject(Holder):
 
     @property
     def runs_on(self) -> str:
+        if self._crew is not None:
+            return f"torch (in parts on {self._crew.count} processes)"
         return chosen(self.core, self._executor_name)
+
+    def close(self) -> None:
+        if self._crew is not None:
+            self._crew.close()
 
     def executor(
         self,
@@ -271,6 +284,8 @@ class OwnSubject(Holder):
         layers: int | None = None,
     ) -> Executor:
         core = self._whole_core()
+        if self._crew is not None:
+            return ParallelExecutor(self._crew, core, quantization, self._cache_dtype, layers)
         core = core if layers is None else first_layers(core, layers)
         name, kept = self._executor_name, self._cache_dtype
         return open_executor(core, name, needs, quantization, kept)
@@ -282,7 +297,10 @@ class OwnSubject(Holder):
         core = self._whole_core()
         weights = None if core.learns else _DIGESTS.get(core)
         if weights is None:
-            weights = _DIGESTS[core] = weight_digest(core)
+            read = weight_digest
+            if self._crew is not None:
+                read = partial(digest_of_parts, self._crew)
+            weights = _DIGESTS[core] = read(core)
         parts = [weights, str(core.dtype), self.cache_dtype]
         for name in adapters:
             parts += [name, require_adapter(self._adapters, name).now().digest()]

@@ -149,6 +149,8 @@ def verify(
         device: Where the weights lie.
         executor: What runs the steps: "auto", "native" or "torch".
         without: The parts that are left out, such as ("vision",).
+        parallel: The number of processes that hold the weights in parts.
+        parallel_timeout: The seconds after which one that does not answer is taken for lost.
 
     Example:
 

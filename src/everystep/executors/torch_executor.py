@@ -6,9 +6,10 @@ where they are wanted. The executor chooses nothing and waits for the device now
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
@@ -27,18 +28,23 @@ from everystep.executors.positions import (
     row_lengths,
 )
 from everystep.executors.process import in_process
+from everystep.executors.shortlists import best_of_all
 from everystep.models import Model, embedded, refuse_copies
 from everystep.models.decoder import Decoder
 from everystep.nn.modes import inference_mode, outside_autocast
 from everystep.nn.network import Full, Network, Placed, StepInputs, Window
+from everystep.nn.split import Split
 from everystep.types import Answer, Extra, InputSpec, Past, StepOutput, Work
+
+ReadOut = Callable[[Tensor], Tensor]
 
 
 class TorchExecutor:
     """One engine's executor on a model of this library.
 
     `quantization`: how rows keep what they hold, None for full precision, which is `cache_dtype`
-    or, without it, the type of the model.
+    or, without it, the type of the model. `read_out`: for a part of a model, what turns hidden
+    states after the last norm (n, E) into logits (n, V), whenever it is called.
     """
 
     __reduce_ex__ = refuse_copies
@@ -49,14 +55,17 @@ class TorchExecutor:
         model: Model,
         quantization: Quantization | None = None,
         cache_dtype: CacheDtype | None = None,
+        read_out: ReadOut | None = None,
     ) -> None:
         network = model.network
         self._network = network
+        self._split = network.split if isinstance(network, Decoder) else None
+        self._read_out = read_out
         self.vocab_size: int = network.spec.vocab_size
         self.device: torch.device = network.device
         self.inputs: Mapping[str, InputSpec] = declared_inputs(network)
         across = network.across if network.encodes else None
-        layout = (network.stores, network.dtype, network.device, across)
+        layout = (network.own_stores, network.dtype, network.device, across)
         self._fresh_rows = partial(RowCache, *layout, quantization or cache_dtype)
         self.cache = self._fresh_rows()
         self._cut_short = False
@@ -68,6 +77,8 @@ class TorchExecutor:
         able.update(one.name for one in network.inputs)
         if not self.cache.forgets:
             able.add("cut")
+        if self._split is not None:
+            able.add("best")
         if isinstance(network, Decoder):
             able |= {"adapters", *EVERY_CHANGE, *EVERY_PART}
         # Models with an encoder have relative positions only, recurrent layers none at all.
@@ -101,14 +112,14 @@ class TorchExecutor:
         inputs = self._inputs(work, network, torch.from_numpy(places), context.plan)
         hidden = network.forward(inputs, context)
         rows = _wanted(work, context.plan)
-        if rows is None:
-            logits = self._logits(network, hidden)
-        elif len(rows):
-            wanted = hidden[rows.to(self.device)]
-            logits = self._logits(network.at(rows), wanted)
-        else:
-            logits = self._no_logits()
-        return StepOutput(logits, self._answers(work, network, context, hidden))
+        answers = self._answers(work, network, context, hidden)
+        if rows is not None and not len(rows):
+            return StepOutput(self._no_logits(), answers)
+        wanted = hidden if rows is None else hidden[rows.to(self.device)]
+        network = network if rows is None else network.at(rows)
+        if work.best is None or not isinstance(network, Decoder) or network.split is None:
+            return StepOutput(self._logits(network, wanted), answers)
+        return self._listed(work, network, network.split, network.finish(wanted), answers)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embed ids (n,) -> (n, E), on the device of the model."""
@@ -200,19 +211,52 @@ class TorchExecutor:
             # As in transformers, the last entry is the normalised one.
             layers = (*(one[span] for one in context.kept[:-1]), last)
         if extra.attentions:
-            own = tuple(context.attentions[feed])
+            own = tuple(map(self._of_all_heads, context.attentions[feed]))
             across = tuple(context.cross_attentions[feed]) if self._network.encodes else None
         return Answer(last if extra.hidden else None, layers, own, across)
+
+    def _of_all_heads(self, weights: Tensor) -> Tensor:
+        """Return (H, count, S) weights of all heads, of which this process may have some."""
+        if self._split is None:
+            return weights
+        return self._split.joined(weights, 0, self._network.heads)
 
     def _logits(self, network: Network, hidden: Tensor) -> Tensor:
         """Turn (R, E) hidden states after the last layer into logits (R, V)."""
         logits = network.logits(network.finish(hidden))
         return logits if logits.dtype.itemsize >= 4 else logits.float()
 
+    def _listed(
+        self,
+        work: Work,
+        network: Decoder,
+        split: Split,
+        states: Tensor,
+        answers: Mapping[int, Answer],
+    ) -> StepOutput:
+        """Return the best logits where feeds want those, of hidden states (R, E) after the last
+        norm, of which each process knows those of its part of the vocabulary."""
+        most = np.repeat(np.minimum(cast(np.ndarray, work.best), self.vocab_size), work.logits)
+        own, listed = network.own_logits(states), torch.from_numpy(most > 0)
+        own = own if own.dtype.itemsize >= 4 else own.float()
+        logits = self._no_logits()
+        if not bool(listed.all()):
+            logits = split.joined(own[~listed], 1, self.vocab_size)
+        if not bool(listed.any()):
+            return StepOutput(logits, answers)
+        best = best_of_all(own[listed], torch.from_numpy(most[most > 0]), split, self.vocab_size)
+        if self._read_out is not None:
+            best = replace(best, read=partial(_read_again, self._read_out, states[listed]))
+        return StepOutput(logits, answers, best)
+
     def _no_logits(self) -> Tensor:
         wide = self._network.dtype == torch.float64
         dtype = torch.float64 if wide else torch.float32
         return torch.empty(0, self.vocab_size, dtype=dtype, device=self.device)
+
+
+def _read_again(read_out: ReadOut, states: Tensor, rows: Tensor) -> Tensor:
+    return read_out(states[rows])
 
 
 def _wanted(work: Work, plan: Plan) -> Tensor | None:

@@ -10,7 +10,7 @@ known here. Pickled weights can run code and are never read.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
@@ -102,7 +102,19 @@ class Weights:
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a copy of a tensor's values, in `dtype` if given and as stored otherwise."""
+        return self._read(name, self._stored(name), dtype)
+
+    def load_rows(
+        self, name: str, first: int, end: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return a copy of some rows of a tensor; no others are read."""
         stored = self._stored(name)
+        size = stored.nbytes // max(1, stored.shape[0])
+        start, shape = stored.start + first * size, (end - first, *stored.shape[1:])
+        rows = replace(stored, start=start, nbytes=(end - first) * size, shape=shape)
+        return self._read(name, rows, dtype)
+
+    def _read(self, name: str, stored: StoredTensor, dtype: torch.dtype | None) -> Tensor:
         try:
             data = stored_bytes(stored)
         except OSError as error:

@@ -90,6 +90,26 @@ class SourceSettings:
         return self.cache / "models"
 
 
+@dataclass(frozen=True)
+class Launched:
+    """The process of this number among `count` that torchrun, or what sets its variables, has
+    started together; `is_local`: they meet on this machine."""
+
+    number: int
+    count: int
+    is_local: bool
+
+
+def launched() -> Launched | None:
+    """Return what RANK, WORLD_SIZE and MASTER_ADDR say, None where this process stands alone."""
+    found = SourceSettings.from_environment().variables
+    number, count = found.get("RANK", ""), found.get("WORLD_SIZE", "")
+    if not (number.isdecimal() and count.isdecimal()):
+        return None
+    local = found.get("MASTER_ADDR", "") in ("localhost", "127.0.0.1", "::1")
+    return Launched(int(number), int(count), local)
+
+
 def resolve_source(
     source: str | os.PathLike[str],
     *,

@@ -25,6 +25,7 @@ from everystep.nn.linear import LinearMap, look_up
 from everystep.nn.network import Context, Full, Network, StepInputs, Store, Window
 from everystep.nn.norm import Norm
 from everystep.nn.rotary import Rope, RotaryTable, rotary_table, rotate_
+from everystep.nn.split import Split
 from everystep.types import InputSpec
 
 
@@ -54,7 +55,9 @@ class Decoder(Network):
     of rows (N, E) of the table that were looked up for ids (N,); `changes_states`: what steering
     makes of hidden states (N, E) after a layer. `around`: of each layer, what is given a call, what
     gives the layer, and the call's other arguments, and makes the call with the weights that the
-    layer has then; empty where they are those of `layers`.
+    layer has then; empty where they are those of `layers`. `split`: the process's part of it, where
+    the weights lie in parts on several: those of its heads, of the inside of an MLP and of its rows
+    of the vocabulary; `spec` is that of the whole.
     """
 
     spec: DecoderSpec
@@ -65,6 +68,7 @@ class Decoder(Network):
     changes_rows: Callable[[Tensor, Tensor], Tensor] | None = None
     changes_states: Callable[[int, Tensor], Tensor] | None = None
     around: tuple[Callable[..., Tensor], ...] = ()
+    split: Split | None = None
 
     @property
     def heads(self) -> int:
@@ -97,10 +101,22 @@ class Decoder(Network):
     @property
     def stores(self) -> tuple[tuple[Store, ...], ...]:
         """Keys and values of every layer, of all positions or of a window."""
-        attention = self.spec.attention
-        size = (attention.kv_heads, attention.head_dim, attention.head_dim)
+        return self._stores(self.spec.attention.kv_heads)
+
+    @property
+    def own_stores(self) -> tuple[tuple[Store, ...], ...]:
+        """Keys and values of the heads that this process has."""
+        return self._stores(self._own_heads()[1])
+
+    def _stores(self, kv_heads: int) -> tuple[tuple[Store, ...], ...]:
+        size = (kv_heads, self.spec.attention.head_dim, self.spec.attention.head_dim)
         windows = [layer.window for layer in self.spec.layers]
         return tuple((Full(*size) if one is None else Window(*size, one),) for one in windows)
+
+    def _own_heads(self) -> tuple[int, int]:
+        """Return how many heads of queries and of keys this process has."""
+        count = 1 if self.split is None else self.split.count
+        return self.spec.attention.heads // count, self.spec.attention.kv_heads // count
 
     @property
     def inputs(self) -> tuple[InputSpec, ...]:
@@ -110,7 +126,7 @@ class Decoder(Network):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed ids (...,) -> (..., E)."""
-        hidden = look_up(self.table, tokens)
+        hidden = self._looked_up(tokens)
         if self.changes_rows is not None:
             rows = self.changes_rows(hidden.flatten(0, -2), tokens.flatten())
             hidden = rows.view_as(hidden)
@@ -118,6 +134,15 @@ class Decoder(Network):
             return hidden
         # The factor is rounded to the weights' type first, as in transformers.
         return hidden * torch.tensor(self.spec.embed_scale, dtype=self.dtype, device=self.device)
+
+    def _looked_up(self, tokens: Tensor) -> Tensor:
+        """Look up ids (...,) -> (..., E), each in the process that has its row."""
+        if self.split is None:
+            return look_up(self.table, tokens)
+        first, end = self.split.own(self.spec.vocab_size)
+        here = (tokens >= first) & (tokens < end)
+        found = look_up(self.table, torch.where(here, tokens - first, 0))
+        return self.split.total(found * here[..., None])
 
     def forward(self, inputs: StepInputs, context: Context) -> Tensor:
         """Return (N, E) hidden states after the last layer, before the last norm."""
@@ -143,9 +168,22 @@ class Decoder(Network):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Turn normalised hidden states (..., E) into logits (..., V)."""
+        return self._whole(self.own_logits(hidden))
+
+    def early_logits(self, hidden: Tensor) -> Tensor:
+        """Turn hidden states (..., E) before an earlier layer into logits (..., V)."""
+        return self._whole(self.head(hidden))
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Return (..., n), those of the n tokens that this process has of the vocabulary."""
         logits = self.head(hidden)
         cap = self.spec.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        if self.split is None:
+            return logits
+        return self.split.joined(logits, logits.dim() - 1, self.spec.vocab_size)
 
     def _tables(self, inputs: StepInputs) -> dict[Rope, RotaryTable]:
         ropes = {layer.rope for layer in self.spec.layers if layer.rope is not None}
@@ -164,7 +202,7 @@ class Decoder(Network):
     ) -> Tensor:
         normed = _normed(layer.attention_norm, hidden)
         mixed = self._attention(index, layer, normed, table, context)
-        added = _add(hidden, layer.out, mixed, layer.attention_post_norm)
+        added = self._added(hidden, layer.out, mixed, layer.attention_post_norm)
         if self.spec.pre_norms == "shared":
             read = normed
         else:
@@ -175,18 +213,19 @@ class Decoder(Network):
         self, index: int, layer: Layer, x: Tensor, table: RotaryTable | None, context: Context
     ) -> Tensor:
         spec = self.spec.attention
-        turning = spec.heads + spec.kv_heads
+        heads, kv_heads = self._own_heads()
+        turning = heads + kv_heads
         # (N, H + 2K, D): queries, keys, values; queries and keys are changed in place.
-        qkv = layer.qkv(x).view(-1, turning + spec.kv_heads, spec.head_dim)
-        q, kv = qkv[:, : spec.heads], qkv[:, spec.heads :]
+        qkv = layer.qkv(x).view(-1, turning + kv_heads, spec.head_dim)
+        q, kv = qkv[:, :heads], qkv[:, heads:]
         if layer.q_norm is not None and layer.k_norm is not None:
             # A norm's gradient needs what the norm has read, so it reads a copy.
-            for part, norm in ((q, layer.q_norm), (kv[:, : spec.kv_heads], layer.k_norm)):
+            for part, norm in ((q, layer.q_norm), (kv[:, :kv_heads], layer.k_norm)):
                 read = part.clone() if spec.qk_norm == "heads" else part.clone().flatten(1)
                 part.copy_(norm(read).view_as(part))
         if table is not None:
             rotate_(qkv[:, :turning], table)
-        kv = kv.view(-1, 2, spec.kv_heads, spec.head_dim)
+        kv = kv.view(-1, 2, kv_heads, spec.head_dim)
         return context.attend(index, q, kv, self.rules[index])
 
     def _mlp(self, index: int, layer: Layer, hidden: Tensor, x: Tensor) -> Tensor:
@@ -198,7 +237,18 @@ class Decoder(Network):
             return hidden + (added if post_norm is None else post_norm(added))
         if layer.up is None or layer.down is None:
             raise InvariantError(f"layer {index} has neither an MLP nor experts")
-        return _add(hidden, layer.down, self._activate(layer.up(x)), post_norm)
+        return self._added(hidden, layer.down, self._activate(layer.up(x)), post_norm)
+
+    def _added(
+        self, hidden: Tensor, linear: LinearMap, x: Tensor, post_norm: Norm | None
+    ) -> Tensor:
+        """Return `hidden` plus what a map makes of `x`, of which each process may have a part."""
+        if self.split is not None:
+            whole = self.split.total(linear(x))
+            return hidden + (whole if post_norm is None else post_norm(whole))
+        if post_norm is None:
+            return linear.add_to(hidden, x)
+        return hidden + post_norm(linear(x))
 
     def _activate(self, inner: Tensor) -> Tensor:
         """Activate (..., F), or (..., 2F) where there is a gate, -> (..., F)."""
@@ -214,15 +264,10 @@ def _normed(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
-def _add(hidden: Tensor, linear: LinearMap, x: Tensor, post_norm: Norm | None) -> Tensor:
-    if post_norm is None:
-        return linear.add_to(hidden, x)
-    return hidden + post_norm(linear(x))
-
-
 def assemble_decoder(spec: DecoderSpec, loader: WeightLoader) -> Decoder:
     """Assemble a decoder from its parameters."""
     layers = loader.layers(Layer, "layers", len(spec.layers), spec.norm)
     scale, softcap = spec.attention.scale, spec.attention.softcap
     rules = tuple(Rule(scale * one.factor, softcap, one.window) for one in spec.layers)
-    return Decoder(spec, *loader.frame(spec), layers, rules, loader.tensor_if("positions"))
+    positions = loader.tensor_if("positions")
+    return Decoder(spec, *loader.frame(spec), layers, rules, positions, split=loader.split)

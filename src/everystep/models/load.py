@@ -32,6 +32,7 @@ from everystep.models.loader import (
 from everystep.models.model import Model
 from everystep.models.names import Renamed, check_names, common_names
 from everystep.models.parameters import Parameter, ParameterPart
+from everystep.models.splitting import refuse_split, split_loader
 from everystep.models.stacks import unstacked
 from everystep.models.tying import spec_as_stored, with_table
 from everystep.nn.digests import add_tensor
@@ -40,6 +41,7 @@ from everystep.nn.modes import ordinary_mode
 from everystep.nn.panels import SIXTEEN_BITS, ReadRows
 from everystep.nn.quantized import QuantizedWeight
 from everystep.nn.rounding import Rounding
+from everystep.nn.split import Split
 
 InPanels = Callable[[Any], ReadRows | None]
 """What reads rows of the panels that hold models of a specification, None where nothing does. They
@@ -61,6 +63,7 @@ def build_model(
     quantize: Rounding | None = None,
     kept: Kept | None = None,
     in_panels: InPanels | None = None,
+    split: Split | None = None,
 ) -> Model:
     """Build a model with the weights of `source`; without `dtype`, its configuration names the
     type.
@@ -68,6 +71,7 @@ def build_model(
     `quantize`: its matrices are rounded to 8 or 4 bits. `kept`: where it has a quantised weight for
     a name, that is used as it is. What is not quantised is float32 then. `in_panels`: whether the
     weights lie as the native executor reads them, which computes in float32, and what reads them.
+    `split`: which part of the model is built, None for the whole.
     Raise RequestError (a type beside quantised weights), UnsupportedError (a family, a type, a
     value without implementation) and FormatError (impossible values; missing, unexpected or
     misshaped weights).
@@ -80,6 +84,7 @@ def build_model(
     if (read := Fields(values)).has("max_position_embeddings"):
         read.integer("max_position_embeddings")
     parameters = family.all_parameters(values, spec)
+    count = 1 if split is None else split.count
     names = common_names(family, spec, parameters.values(), source.names())
     own = None if kept is None else partial(_kept_as, kept, names)
     source, kept = unstacked(Renamed(source, names), own, parameters.values())
@@ -94,9 +99,20 @@ def build_model(
         panels=_in_panels(in_panels, spec, wanted, device),
     )
     check_names(family, spec, parameters.values(), loader.source)
-    _require_memory(parameters.values(), wanted, device, quantised=quantised)
+    _require_memory(parameters.values(), wanted, device, quantised=quantised, count=count)
     spec = spec_as_stored(family, spec, loader)
+    if split is not None:
+        loader = split_loader(loader, spec, split)
     return _model(family, ModelConfig(values), spec, loader)
+
+
+def require_split(config: Mapping[str, Any], count: int) -> None:
+    """Raise UnsupportedError unless a model of this configuration can lie in parts on so many
+    processes; nothing is read for that."""
+    family, values = find_family(config.get("model_type")), complete_config(config)
+    spec, beside = family.read_spec(values), bool(family.plan_encoders(values))
+    parameters = family.all_parameters(values, spec).values()
+    refuse_split(config["model_type"], spec, parameters, count, beside=beside)
 
 
 def _kept_as(kept: Kept, names: Mapping[str, str], name: str) -> QuantizedWeight | None:
@@ -104,11 +120,19 @@ def _kept_as(kept: Kept, names: Mapping[str, str], name: str) -> QuantizedWeight
 
 
 def _require_memory(
-    parameters: Iterable[Parameter], dtype: torch.dtype | None, device: Any, *, quantised: bool
+    parameters: Iterable[Parameter],
+    dtype: torch.dtype | None,
+    device: Any,
+    *,
+    quantised: bool,
+    count: int,
 ) -> None:
-    """Raise CapacityError where the weights cannot be held: in their type, or as half bytes."""
+    """Raise CapacityError where the weights cannot be held: in their type, or as half bytes.
+
+    `count`: how many processes share them out.
+    """
     size = 0.5 if quantised else (dtype or torch.float16).itemsize
-    needed = sum(size * math.prod(one.shape) for one in parameters)
+    needed = sum(size * math.prod(one.shape) for one in parameters) / count
     do = "Load it with quantize='int8' or 'int4', in a narrower dtype, or on another machine"
     require_memory(int(needed), "this model", do, torch.device(device))
 
@@ -131,8 +155,10 @@ def stored_weights(model: Model) -> Iterator[tuple[str, Rows]]:
 def _places(model: Model) -> Iterator[tuple[ParameterPart, Weight]]:
     """Yield what has a name in the checkpoint, and the weight that has its rows.
 
-    What a network of the caller's own has beside is named as there.
+    What a network of the caller's own has beside is named as there. Raise UnsupportedError where
+    the model is a part.
     """
+    refuse_part(model)
     family = find_family(model.config.model_type)
     known = family.all_parameters(model.config, model.spec)
     parts = {key: one.parts for key, one in known.items()}
@@ -147,6 +173,18 @@ def _places(model: Model) -> Iterator[tuple[ParameterPart, Weight]]:
             continue
         for part in parts[key]:
             yield part, held
+
+
+def refuse_part(model: Model) -> None:
+    """Refuse to read the weights of a model as a whole where this process has a part of them."""
+    split = getattr(model.network, "split", None)
+    if split is not None:
+        raise UnsupportedError(
+            "the weights lie in parts on several processes, and this would read the whole",
+            wanted="a model that one process holds",
+            got=f"{split.count} processes",
+            do="Load it without parallel for that",
+        )
 
 
 def named_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
@@ -169,6 +207,10 @@ def named_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
 
 def named_shapes(model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the name and shape of what `named_weights` yields, in its order; unpack nothing."""
+    if getattr(model.network, "split", None) is not None:
+        known = find_family(model.config.model_type).all_parameters(model.config, model.spec)
+        yield from ((part.name, shape) for one in known.values() for part, shape in one.shapes())
+        return
     for part, held in _places(model):
         shape = (part.stop - part.start, *held.shape[1:])
         shape = shape[::-1] if part.transposed else shape
@@ -192,8 +234,7 @@ def exported_config(model: Model, dtype: torch.dtype) -> dict[str, Any]:
 def weight_digest(model: Model) -> str:
     """Return a text that is equal for models of one configuration whose weights agree in every bit,
     however they lie in memory."""
-    told = {name: value for name, value in model.config.items() if name not in _TOLD_NOTHING}
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(_told(model))
     for part, held in _places(model):
         # Panels are unpacked a few rows at a time.
         step = max(1, _DIGESTED // max(1, math.prod(held.shape[1:])))
@@ -206,10 +247,16 @@ def weight_digest(model: Model) -> str:
 
 
 def weight_bytes(model: Model) -> dict[str, int]:
-    """Return how many bytes of weights there are of each format or type, the most first."""
+    """Return how many bytes of weights there are of each format or type, the most first.
+
+    Of a model in parts on several processes they are those of this process.
+    """
     found: dict[str, int] = {}
-    for part, held in _places(model):
-        kind, size = _kind_and_bytes(part, held)
+    if getattr(model.network, "split", None) is None:
+        sizes = (_kind_and_bytes(part, held) for part, held in _places(model))
+    else:
+        sizes = ((_type_name(one), one.nbytes) for one in own_tensors(model))
+    for kind, size in sizes:
         found[kind] = found.get(kind, 0) + size
     return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
@@ -217,10 +264,13 @@ def weight_bytes(model: Model) -> dict[str, int]:
 def step_bytes(model: Model) -> int | None:
     """Return how many bytes of weights a step of one row reads: all but a table that is no head.
 
-    None where that differs from step to step, as with experts, or some are for an encoder.
+    None where that differs from step to step, as with experts, or some are for an encoder or lie in
+    another process.
     """
     network = model.network
     layers = getattr(network, "layers", ())
+    if getattr(network, "split", None) is not None:
+        return None
     if network.encodes or any(getattr(layer, "experts", None) is not None for layer in layers):
         return None
     places = [one for one in _places(model) if network.spec.tied or one[1] is not network.table]
@@ -233,7 +283,30 @@ def _kind_and_bytes(part: Any, held: Any) -> tuple[str, int]:
     count = part.stop - part.start
     if isinstance(row, QuantizedWeight):
         return str(row.format), row.bytes * count
-    return str(row.dtype).removeprefix("torch."), row.nbytes * count
+    return _type_name(row), row.nbytes * count
+
+
+def _type_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def own_tensors(model: Model) -> Iterator[Tensor]:
+    """Yield the float tensors that a process has of a model in parts."""
+    yield from (one for _, one in _weights(model) if isinstance(one, Tensor))
+
+
+def part_digest(model: Model) -> str:
+    """Return a text that is equal for parts of one configuration that agree in every bit."""
+    digest = hashlib.sha256(_told(model))
+    for key, one in _weights(model):
+        if isinstance(one, Tensor):
+            add_tensor(digest, key, one)
+    return digest.hexdigest()
+
+
+def _told(model: Model) -> bytes:
+    told = {name: value for name, value in model.config.items() if name not in _TOLD_NOTHING}
+    return json.dumps(told, sort_keys=True, default=str).encode()
 
 
 def convert_model(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from everystep.nn.norm import Norm
 from everystep.nn.panels import Arena, Panels, ReadRows
 from everystep.nn.quantized import QuantizedWeight
 from everystep.nn.rounding import Rounding, quantize, require_numbers
+from everystep.nn.split import Split
 
 
 class TensorSource(Protocol):
@@ -52,6 +53,26 @@ class TensorSource(Protocol):
     def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values of a tensor."""
         ...
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """A source that can read some rows of a tensor alone."""
+
+    def load_rows(
+        self, name: str, first: int, end: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return the values of the rows from `first` to `end`."""
+        ...
+
+
+def load_rows(
+    source: TensorSource, name: str, first: int, end: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return the values of some rows of a tensor, reading no others where the source can do so."""
+    if isinstance(source, RowSource):
+        return source.load_rows(name, first, end, dtype)
+    return source.load(name, dtype)[first:end]
 
 
 Kept = Callable[[str], QuantizedWeight | None]
@@ -90,7 +111,8 @@ class WeightLoader:
     weight for a name, that is used as it is. `rounding`: matrices are quantised when they are
     loaded. `exact_activations`: quantised matrices read activations as they are. `panels`: matrices
     lie in panels, which are computed with in float32, and this reads their rows.
-    `learns`: all weights are plain parameters that require gradients, one for each name.
+    `learns`: all weights are plain parameters that require gradients, one for each name. `split`:
+    the process's part of the network, where the parameters and the source are those of a part.
     """
 
     parameters: dict[str, Parameter]
@@ -102,6 +124,7 @@ class WeightLoader:
     exact_activations: bool = False
     panels: ReadRows | None = None
     learns: bool = False
+    split: Split | None = None
     _arena: Arena = field(default_factory=Arena)
 
     def frame(self, spec: Any) -> tuple[Weight, Norm, LinearMap]:

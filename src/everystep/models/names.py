@@ -15,7 +15,7 @@ from torch import Tensor
 
 from everystep.errors import FormatError, ModelClassError
 from everystep.models.families import Family
-from everystep.models.loader import TensorSource
+from everystep.models.loader import TensorSource, load_rows
 from everystep.models.parameters import Parameter
 
 
@@ -34,6 +34,11 @@ class Renamed:
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         return self.source.load(self.own[name], dtype)
+
+    def load_rows(
+        self, name: str, first: int, end: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return load_rows(self.source, self.own[name], first, end, dtype)
 
 
 def common_names(

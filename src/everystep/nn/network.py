@@ -165,6 +165,11 @@ class Network:
         raise NotImplementedError
 
     @property
+    def own_stores(self) -> tuple[tuple[Store, ...], ...]:
+        """The stores of what this process keeps of a row: all of them, unless others have parts."""
+        return self.stores
+
+    @property
     def encodes(self) -> bool:
         """True if rows look at an encoder."""
         return False

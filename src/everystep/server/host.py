@@ -40,6 +40,8 @@ from everystep.errors import (
 )
 from everystep.images import PictureTokenizer
 from everystep.outputs import TokenLogprobs
+from everystep.processors.grammars.source import KINDS
+from everystep.processors.grammars.trials import GrammarTrials
 from everystep.requests.options import Options
 from everystep.requests.prompts import PromptLike
 from everystep.server.hosted_runs import HostedRuns
@@ -80,6 +82,8 @@ log = logging.getLogger("everystep.server")
 
 BEAT = 0.5
 """Seconds after which the front is told again that the process runs."""
+_COMPILED = (*KINDS, "tools")
+"""Keywords of which grammars are made, which takes time."""
 _EVENTS = 256
 """Events that may wait to be sent before a prompt is set aside."""
 
@@ -97,6 +101,7 @@ class HostedModel:
     """A model of the engine with its tokenizer, and the desk where its prompts are handed in.
 
     `extractor`: what makes features of sounds, for a model that listens; that of its size without.
+    `trials`: where grammars are compiled first, its own without.
     """
 
     def __init__(
@@ -105,6 +110,7 @@ class HostedModel:
         tokenizer: Tokenizer,
         limits: EngineLimits,
         extractor: WhisperFeatureExtractor | None = None,
+        trials: GrammarTrials | None = None,
     ) -> None:
         def scheduler() -> Continuous:
             own = limits.token_budget, limits.max_rows, limits.max_positions
@@ -115,7 +121,14 @@ class HostedModel:
         self.session = Session(
             model, tokenizer, (), None, None, {}, gives_events=True, scheduler=scheduler
         )
-        self.desk = Desk(self.session, None)  # the front bounds how many wait
+        self.trials, self._owned = trials or GrammarTrials(), trials is None
+        self.desk = Desk(self.session, None, self.trials)  # the front bounds how many wait
+
+    def close(self) -> None:
+        """Take no more prompts and end those inside; return when no thread steps any more."""
+        self.desk.join()
+        if self._owned:
+            self.trials.close()
 
     def facts(self, name: str) -> ModelFacts:
         """Return what the front needs to know of the model."""
@@ -150,7 +163,8 @@ class EngineHost:
         self._under: dict[int, _Under] = {}
         self._noticed = asyncio.Event()
         self._scoring = ThreadPoolExecutor(1, "everystep scores")
-        self._runs = HostedRuns({name: (m.model, m.tokenizer) for name, m in models.items()})
+        known = {name: (one.model, one.tokenizer) for name, one in models.items()}
+        self._runs = HostedRuns(known, next(iter(models.values())).trials)
         self._running: dict[int, asyncio.Task[None]] = {}
         self._seeing = ThreadPoolExecutor(1, "everystep cuts pictures")
         self._seen: dict[int, asyncio.Task[None]] = {}
@@ -187,7 +201,7 @@ class EngineHost:
             for task in (*self._running.values(), *self._seen.values()):
                 task.cancel()
             await asyncio.to_thread(self._runs.close)
-            await asyncio.gather(*(asyncio.to_thread(m.desk.join) for m in self._models.values()))
+            await asyncio.gather(*(asyncio.to_thread(m.close) for m in self._models.values()))
             self._writer.close()
 
     # --- in ---------------------------------------------------------------------------------------
@@ -247,7 +261,8 @@ class EngineHost:
 
         most = _EVENTS if ask.streams else None
         try:
-            one = hosted.desk.submit(prompt, options, notice, most)
+            long = any(ask.keywords.get(name) is not None for name in _COMPILED)
+            one = hosted.desk.submit(prompt, options, notice, most, long=long)
         except Exception as error:
             self._send(failed(ask.id, error))
             return

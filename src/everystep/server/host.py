@@ -84,6 +84,8 @@ BEAT = 0.5
 """Seconds after which the front is told again that the process runs."""
 _COMPILED = (*KINDS, "tools")
 """Keywords of which grammars are made, which takes time."""
+_SCORED_AT_ONCE = 32
+"""Rows that are scored before it is looked whether anybody still waits for them."""
 _EVENTS = 256
 """Events that may wait to be sent before a prompt is set aside."""
 
@@ -169,7 +171,7 @@ class EngineHost:
         self._seeing = ThreadPoolExecutor(1, "everystep cuts pictures")
         self._seen: dict[int, asyncio.Task[None]] = {}
         self._hearing = ThreadPoolExecutor(1, "everystep hears")
-        self._heard: dict[int, threading.Event] = {}
+        self._left: dict[int, threading.Event] = {}  # of scores and sounds, set where nobody waits
 
     async def serve(self, connection: socket.socket) -> None:
         """Answer asks until the front says so, or is gone; nothing is left inside then."""
@@ -194,7 +196,7 @@ class EngineHost:
             beating.cancel()
             for under in self._under.values():
                 under.one.leave()
-            for left in self._heard.values():
+            for left in self._left.values():
                 left.set()
             for pool in (self._scoring, self._seeing, self._hearing):
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -213,14 +215,15 @@ class EngineHost:
             case Ask():
                 self._submit(message, message.prompt)
             case ScoreAsk():
+                self._left[message.id] = threading.Event()
                 self._loop.run_in_executor(self._scoring, self._score, message)
             case HearAsk():
-                self._heard[message.id] = threading.Event()
+                self._left[message.id] = threading.Event()
                 self._loop.run_in_executor(self._hearing, self._hear, message)
             case RunAsk():
                 self._running[message.id] = asyncio.create_task(self._carry_out(message))
             case Leave():
-                if (left := self._heard.get(message.id)) is not None:
+                if (left := self._left.get(message.id)) is not None:
                     left.set()
                 for tasks in (self._running, self._seen):
                     if (task := tasks.get(message.id)) is not None:
@@ -270,36 +273,40 @@ class EngineHost:
         self._noticed.set()
 
     def _score(self, ask: ScoreAsk) -> None:
-        """Score rows, in a thread of its own."""
-        hosted = self._models[ask.model]
-        message: ToFront
+        """Score rows, in a thread of its own, some after some until nobody waits for them."""
+        hosted, left = self._models[ask.model], self._left[ask.id]
+        message: ToFront | None = None
+        scores: list[Score] = []
         try:
-            scores: list[Score] = score_texts(
-                hosted.model,
-                hosted.tokenizer,
-                ask.rows,
-                after=ask.after,
-                best=ask.best,
-                adapter_names=ask.adapter,
-            )
+            for start in range(0, len(ask.rows), _SCORED_AT_ONCE):
+                if left.is_set():
+                    break
+                scores += score_texts(
+                    hosted.model,
+                    hosted.tokenizer,
+                    ask.rows[start : start + _SCORED_AT_ONCE],
+                    after=ask.after,
+                    best=ask.best,
+                    adapter_names=ask.adapter,
+                )
             message = ScoredTexts(ask.id, [_known_of_score(one) for one in scores])
         except Exception as error:
             message = failed(ask.id, error)
-        self._loop.call_soon_threadsafe(self._send, message)
+        self._loop.call_soon_threadsafe(self._told, ask.id, message)
 
     def _hear(self, ask: HearAsk) -> None:
         """Write down a sound, in a thread of its own, until nobody waits for it."""
-        left = self._heard[ask.id]
+        left = self._left[ask.id]
         message: ToFront | None = None
         try:
             if not left.is_set():
                 message = _transcript(ask, self._models[ask.model], left)
         except Exception as error:
             message = failed(ask.id, error)
-        self._loop.call_soon_threadsafe(self._told_heard, ask.id, message)
+        self._loop.call_soon_threadsafe(self._told, ask.id, message)
 
-    def _told_heard(self, id: int, message: ToFront | None) -> None:
-        left = self._heard.pop(id)
+    def _told(self, id: int, message: ToFront | None) -> None:
+        left = self._left.pop(id)
         if message is not None and not left.is_set():
             self._send(message)
 
@@ -417,7 +424,9 @@ def _outcome(ask: Ask, one: Submission) -> ToFront:
         if group.error is not None:
             raise group.error
         if ask.pools is not None:
-            size = group.request.prompt.length
+            size, why = group.request.prompt.length, group.done[0].reason.kind
+            if why == "time":
+                return Over(id, [Ended([], why, None, 0.0, size, 0)])
             return Over(id, [Ended([], "stop", None, 0.0, size, 0, vector=vector_of(group))])
         reply = replace(one.answer(), tokenizer=None)  # the front makes the texts
         return Over(id, [_ended(result) for result in reply.generated(group)])

@@ -166,27 +166,31 @@ class HostedRuns:
 
     def _step(self, ask: RunAsk) -> Iterator[Part]:
         run, best = self._of(ask), ask.given.get("best")
+        taken = 0
         for _ in range(ask.given["steps"]):
             step = next(run, None)
             if step is None:
                 break
+            taken += 1
             yield RunNews(ask.id, shown_step(step, best))
-        yield RunOver(ask.id, state(run))
+        yield RunOver(ask.id, state(run), made=taken)
 
     def _result(self, ask: RunAsk) -> Iterator[Part]:
-        run = self._of(ask)
-        for _ in run:
+        run, taken = self._of(ask), 0
+        for taken, _ in enumerate(run, 1):  # noqa: B007  # the last one counts
             yield None
         found = run.result()
         results = found if isinstance(found, list) else [found]
-        yield RunOver(ask.id, {"results": shown_results(results), "run": state(run)})
+        told = {"results": shown_results(results), "run": state(run)}
+        yield RunOver(ask.id, told, made=taken)
 
     def _more(self, ask: RunAsk) -> Iterator[Part]:
-        run = self._of(ask)
-        for _ in run:
+        run, taken = self._of(ask), 0
+        for taken, _ in enumerate(run, 1):  # noqa: B007  # the last one counts
             yield None
         found = run.more(**ask.given)
-        yield RunOver(ask.id, {"results": shown_results(found), "run": state(run)})
+        told = {"results": shown_results(found), "run": state(run)}
+        yield RunOver(ask.id, told, made=taken)
 
     # --- changing, looking ------------------------------------------------------------------------
 

@@ -72,7 +72,7 @@ class HearAsk(msgspec.Struct, tag=True, frozen=True):
 class RunAsk(msgspec.Struct, tag=True, frozen=True):
     """Something that is to be done to a run, by its name in `everystep.Run`, with what it is given.
 
-    `run`: the name of the run; `data`: the bytes of a saved one.
+    `run`: the name of the run; `data`: the bytes of a saved one; `model`: whose run it is.
     """
 
     id: int
@@ -80,6 +80,7 @@ class RunAsk(msgspec.Struct, tag=True, frozen=True):
     verb: str
     given: dict[str, Any] = {}
     data: bytes = b""
+    model: str = ""
 
 
 class Leave(msgspec.Struct, tag=True, frozen=True):
@@ -219,11 +220,13 @@ class RunNews(msgspec.Struct, tag=True, frozen=True):
 
 
 class RunOver(msgspec.Struct, tag=True, frozen=True):
-    """The end of what was asked of a run. `data`: the bytes of a saved one."""
+    """The end of what was asked of a run. `data`: the bytes of a saved one. `made`: the tokens that
+    its steps came to."""
 
     id: int
     body: dict[str, Any]
     data: bytes = b""
+    made: int = 0
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

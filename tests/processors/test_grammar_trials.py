@@ -9,11 +9,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
+import tokenizers
 
 from everystep.errors import CapacityError, EverystepError, RequestError
 from everystep.processors.grammars import trials as module
-from everystep.processors.grammars.grammar import compile_grammar, compiled
+from everystep.processors.grammars.grammar import (
+    GrammarPlace,
+    compile_grammar,
+    compiled,
+    tokens_in,
+)
 from everystep.processors.grammars.source import GrammarSource, Kind, read_source
 from everystep.processors.grammars.trials import GrammarTrials, TrialBounds, on_trial
 from everystep.processors.grammars.vocabulary import (
@@ -22,6 +29,7 @@ from everystep.processors.grammars.vocabulary import (
     vocabulary_of,
 )
 from everystep.testing.tokenizer import tiny_tokenizer
+from everystep.text import Settings, Tokenizer
 from tests.processors.test_grammars import HOSTILE
 
 ENDLESS = "start: A\nA: " + "&".join(f"/(a|b)*a(a|b){{{i}}}/" for i in range(30))
@@ -167,3 +175,30 @@ def test_without_a_process_there_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(CapacityError, match="does not start"):
         trials.read("regex", "a", OWN)
     assert trials._busy == 0
+
+
+def long_tokenizer() -> Tokenizer:
+    """A tokenizer with tokens of 1 to 600 bytes."""
+    names = ["<end>", "b", "c", *("a" * length for length in range(1, 601))]
+    merges = [("a" * length, "a") for length in range(1, 600)]
+    model = tokenizers.models.BPE(vocab={one: id for id, one in enumerate(names)}, merges=merges)
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens([tokenizers.AddedToken("<end>", special=True)])
+    return Tokenizer(backend, Settings(special={"eos_token": "<end>"}))
+
+
+@pytest.mark.parametrize("most", [1, 253, 254, 255, 256, 599, 600])
+def test_tokens_of_any_length_are_followed(usual: GrammarTrials, most: int) -> None:
+    own = long_tokenizer()
+    size = len(own)
+    vocabulary = vocabulary_of(own, size)
+    with on_trial(usual):
+        grammar = compiled(usual.read("regex", f"a{{0,{most}}}(b|c)", vocabulary), vocabulary)
+    place, line = GrammarPlace(grammar, 0, (0,)), np.zeros(4, np.int64)
+    first = tokens_in(place.mask(line, 0), size)  # type: ignore[arg-type]
+    assert first is not None and first.tolist() == [1, 2, *range(3, 3 + most)]
+    line[0] = 2 + most
+    after = tokens_in(place.mask(line, 1), size)  # type: ignore[arg-type]
+    assert after is not None and after.tolist() == [1, 2]

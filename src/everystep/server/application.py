@@ -80,6 +80,8 @@ _OPEN = ("/health", "/ready", *PAGE_PATHS)
 _LOAD = "/v1/everystep/load"
 _MOST_HELD = 512 << 20
 """Bytes of pictures that requests under way may hold together."""
+_MOST_READ = 16
+"""Messages that are read ahead of who writes a stream; what is not read waits in the engine."""
 Read = TypeVar("Read")
 Answerer = Callable[[Exchange], Awaitable[None]]
 
@@ -285,16 +287,16 @@ class Front:
         for place in places:
             self._require_possible(place)
         asks = wanted.asks([self.link.next_number() for _ in wanted.prompts])
-        news: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
+        news: asyncio.Queue[tuple[int, News]] = asyncio.Queue(_MOST_READ)
 
         async def pump(number: int) -> None:
             try:
                 async with aclosing(self.link.follow(asks[number], places[number])) as messages:
                     async for message in messages:
-                        news.put_nowait((number, message))
+                        await news.put((number, message))
             except Exception:  # or whoever reads the news would wait for ever
                 log.exception("following a prompt failed")
-                news.put_nowait((number, Failed(asks[number].id, 500, "the server failed")))
+                await news.put((number, Failed(asks[number].id, 500, "the server failed")))
 
         pumps = [asyncio.create_task(pump(number)) for number in range(len(asks))]
         try:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
 import msgspec
@@ -47,6 +47,7 @@ from everystep.requests.prompts import PromptLike
 from everystep.server.hosted_runs import HostedRuns
 from everystep.server.messages import (
     OF_FRONT,
+    WINDOW,
     Alive,
     Ask,
     Begun,
@@ -63,8 +64,10 @@ from everystep.server.messages import (
     Ready,
     RowNews,
     RunAsk,
+    RunNews,
     ScoreAsk,
     ScoredTexts,
+    Taken,
     ToEngine,
     ToFront,
     Tokens,
@@ -150,11 +153,18 @@ class HostedModel:
 
 @dataclass(slots=True)
 class _Under:
-    """An ask under way: what was handed in, and how much of it has been told."""
+    """An ask under way: what was handed in, and how much of it has been told. `room`: how many
+    further events its reader may be sent."""
 
     ask: Ask
     one: Submission
     begun: bool = False
+    room: int = field(default_factory=lambda: WINDOW)
+
+    @property
+    def holds_back(self) -> bool:
+        """True while there are events that the reader has no room for."""
+        return self.ask.streams and self.one.box is not None and bool(self.one.box.events)
 
 
 class EngineHost:
@@ -168,6 +178,7 @@ class EngineHost:
         known = {name: (one.model, one.tokenizer) for name, one in models.items()}
         self._runs = HostedRuns(known, next(iter(models.values())).trials)
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._rooms: dict[int, asyncio.Semaphore] = {}  # for the news of runs
         self._seeing = ThreadPoolExecutor(1, "everystep cuts pictures")
         self._seen: dict[int, asyncio.Task[None]] = {}
         self._hearing = ThreadPoolExecutor(1, "everystep hears")
@@ -208,7 +219,7 @@ class EngineHost:
 
     # --- in ---------------------------------------------------------------------------------------
 
-    def _take(self, message: Ask | ScoreAsk | HearAsk | RunAsk | Leave) -> None:
+    def _take(self, message: Ask | ScoreAsk | HearAsk | RunAsk | Leave | Taken) -> None:
         match message:
             case Ask() if message.pictures:
                 self._seen[message.id] = asyncio.create_task(self._see(message))
@@ -222,6 +233,8 @@ class EngineHost:
                 self._loop.run_in_executor(self._hearing, self._hear, message)
             case RunAsk():
                 self._running[message.id] = asyncio.create_task(self._carry_out(message))
+            case Taken():
+                self._make_room(message)
             case Leave():
                 if (left := self._left.get(message.id)) is not None:
                     left.set()
@@ -232,6 +245,15 @@ class EngineHost:
                     under.one.leave()
             case _:
                 assert_never(message)
+
+    def _make_room(self, message: Taken) -> None:
+        """Go on telling a reader who has taken what he was told."""
+        if (under := self._under.get(message.id)) is not None:
+            under.room += message.count
+            self._noticed.set()
+        if (room := self._rooms.get(message.id)) is not None:
+            for _ in range(min(message.count, WINDOW)):
+                room.release()
 
     async def _see(self, ask: Ask) -> None:
         """Cut the pictures of an ask into patches, in a thread, and hand it in."""
@@ -312,14 +334,18 @@ class EngineHost:
 
     async def _carry_out(self, ask: RunAsk) -> None:
         """Do something to a run, a step at a time, between steps of other runs."""
+        room = self._rooms[ask.id] = asyncio.Semaphore(WINDOW)
         try:
             async with aclosing(self._runs.carry_out(ask)) as messages:
                 async for message in messages:
+                    if isinstance(message, RunNews):
+                        await room.acquire()
                     self._send(message)
         except Exception as error:
             self._send(failed(ask.id, error))
         finally:
             self._running.pop(ask.id, None)
+            self._rooms.pop(ask.id, None)
 
     # --- out --------------------------------------------------------------------------------------
 
@@ -333,7 +359,7 @@ class EngineHost:
             for id, under in list(self._under.items()):
                 ended = under.one.over  # asked first, since the last event comes before it
                 rows += self._news(id, under)
-                if ended:
+                if ended and not under.holds_back:
                     del self._under[id]
                     over.append(_outcome(under.ask, under.one))
             if rows:
@@ -360,7 +386,8 @@ class EngineHost:
             notices = under.one.answer().options.effective.notices
             self._send(Begun(id, _strings(under.one), list(notices)))
         rows = []
-        while under.ask.streams and box.events:
+        while under.ask.streams and box.events and under.room:
+            under.room -= 1
             rows.append(_row(id, box.events.popleft()))
         under.one.caught_up()
         return rows

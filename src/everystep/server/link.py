@@ -28,6 +28,7 @@ from everystep.server.host import BEAT, EngineLimits, HostedModel, serve_connect
 from everystep.server.line import LinePlace, WaitingLine
 from everystep.server.messages import (
     OF_ENGINE,
+    WINDOW,
     Alive,
     Ask,
     Begun,
@@ -45,6 +46,7 @@ from everystep.server.messages import (
     RunOver,
     ScoreAsk,
     ScoredTexts,
+    Taken,
     Tokens,
     frame,
     read_frame,
@@ -190,7 +192,7 @@ class Asking:
     """An ask under way, as the front sees it: what has come of it and was not taken.
 
     `told`: how many tokens of each sequence the reader was given; a further engine's first so many
-    are left out.
+    are left out. `taken`: events of which the engine does not know yet that they were taken.
     """
 
     ask: AnyAsk
@@ -203,6 +205,7 @@ class Asking:
     sent: bool = False
     line: WaitingLine | None = None
     steps: int = 0
+    taken: int = 0
 
     @property
     def made(self) -> int:
@@ -371,6 +374,8 @@ class EngineLink:
             while True:
                 message = await one.news.get()
                 yield message
+                if isinstance(message, RowNews | RunNews):
+                    self._take_note(one)
                 if isinstance(message, Over | ScoredTexts | HeardText | RunOver | Failed):
                     return
         finally:
@@ -378,6 +383,14 @@ class EngineLink:
                 if one.sent:
                     self._send(Leave(ask.id))
                 self._leave_line(one, one.made)
+
+    def _take_note(self, one: Asking) -> None:
+        """Note that an event was taken, and tell the engine now and then: it sends only so many
+        more."""
+        one.taken += 1
+        if one.taken >= max(1, WINDOW // 4):
+            self._send(Taken(one.ask.id, one.taken))
+            one.taken = 0
 
     def _line_of(self, model: str) -> WaitingLine:
         """Return the line of a model."""
@@ -405,7 +418,7 @@ class EngineLink:
             one.line.leave(one.ask.id, made)
             self._advance(one.line)
 
-    def _send(self, message: AnyAsk | Leave) -> None:
+    def _send(self, message: AnyAsk | Leave | Taken) -> None:
         """Write a message where an engine is there; asks are sent to the next one otherwise."""
         if self._writer is not None:
             self._writer.write(frame(message))
@@ -472,6 +485,7 @@ class EngineLink:
         self.positions = message.positions
         for one in self._asking.values():
             one.seen.clear()
+            one.taken = 0
             if one.sent:
                 self._send(one.ask)
         for line in self._lines.values():
@@ -482,8 +496,12 @@ class EngineLink:
     def _hand_on(self, message: Tokens | News) -> None:
         if isinstance(message, Tokens):
             for row in message.rows:
-                if (one := self._asking.get(row.id)) is not None:
-                    self.tokens += one.tell(row) and row.token >= 0
+                if (one := self._asking.get(row.id)) is None:
+                    continue
+                if one.tell(row):
+                    self.tokens += row.token >= 0
+                else:  # an earlier engine's was the same, and was taken
+                    self._take_note(one)
             return
         if (one := self._asking.get(message.id)) is None:
             return

@@ -15,6 +15,8 @@ from everystep.errors import FormatError
 
 MOST_BYTES = 1 << 27
 """Bytes of a frame at most."""
+WINDOW = 256
+"""Events of an ask that may have been sent and not been taken by its reader."""
 _HEAD = 4
 
 
@@ -87,6 +89,13 @@ class Leave(msgspec.Struct, tag=True, frozen=True):
     """Nobody waits for this ask any more."""
 
     id: int
+
+
+class Taken(msgspec.Struct, tag=True, frozen=True):
+    """The reader of an ask has taken so many further events."""
+
+    id: int
+    count: int
 
 
 class Quit(msgspec.Struct, tag=True, frozen=True):
@@ -237,7 +246,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     text: str
 
 
-ToEngine = Ask | ScoreAsk | HearAsk | RunAsk | Leave | Quit
+ToEngine = Ask | ScoreAsk | HearAsk | RunAsk | Leave | Taken | Quit
 ToFront = (
     Ready | Alive | Begun | Tokens | Over | ScoredTexts | HeardText | RunNews | RunOver | Failed
 )

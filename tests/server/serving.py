@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from everystep.api.model import LanguageModel
+from everystep.processors.grammars.trials import GrammarTrials
 from everystep.server.application import Front
 from everystep.server.asking import FrontModel
 from everystep.server.exchange import FrontSettings
@@ -25,6 +26,8 @@ from everystep.testing.tokenizer import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer(320)
 LIMITS = EngineLimits(max_rows=16)
+TRIALS = GrammarTrials()
+"""Of all servers of the tests, so that its processes start once."""
 PATIENCE = 120
 
 
@@ -37,7 +40,9 @@ def tiny() -> LanguageModel:
 def in_thread(model: LanguageModel | None = None) -> ThreadMooring:
     """An engine in a thread, that serves the model as "tiny"."""
     own = model or tiny()
-    return ThreadMooring(lambda: {"tiny": HostedModel(own, TOKENIZER, LIMITS)}, LIMITS)
+    return ThreadMooring(
+        lambda: {"tiny": HostedModel(own, TOKENIZER, LIMITS, trials=TRIALS)}, LIMITS
+    )
 
 
 class Served:

@@ -14,8 +14,17 @@ from everystep.server.host import HostedModel
 from everystep.server.link import EngineLink, ThreadMooring
 from everystep.server.local import listening
 from everystep.server.routes import COMPLETIONS
-from tests.server.pairs import adapted, features, pairs, require_pair
-from tests.server.serving import LIMITS, TOKENIZER, Served
+from tests.server.pairs import (
+    BASE,
+    PROMPT,
+    adapted,
+    features,
+    in_process,
+    over_http,
+    pairs,
+    require_pair,
+)
+from tests.server.serving import LIMITS, TOKENIZER, TRIALS, Served
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CHOSEN = (
@@ -35,7 +44,9 @@ def served_with_adapter() -> Iterator[Served]:
     """A server over the model of the pairs."""
     model = adapted()
     link = EngineLink(
-        ThreadMooring(lambda: {"tiny": HostedModel(model, TOKENIZER, LIMITS)}, LIMITS)
+        ThreadMooring(
+            lambda: {"tiny": HostedModel(model, TOKENIZER, LIMITS, trials=TRIALS)}, LIMITS
+        )
     )
     front = Front(link, {"tiny": FrontModel(TOKENIZER, model.chat_defaults)})
     with listening(front) as port:
@@ -63,6 +74,15 @@ def test_some_pairs(server: Served) -> None:
     chosen = [*CHOSEN, *rng.sample(sorted(pairs()), 100)]
     worked = sum(require_pair(server, one, two) for one, two in chosen)
     assert worked > len(chosen) // 3
+
+
+@pytest.mark.parametrize("third", ["prompt_lookup_num_tokens", "num_beams", "do_sample", "stream"])
+def test_an_adapter_with_a_grammar_and_more(server: Served, third: str) -> None:
+    known = features()
+    body = {"prompt": PROMPT, **BASE, **known["model"], **known["schema"], **known[third]}
+    wanted, got = in_process(body), over_http(server, body)
+    assert isinstance(wanted, list) and isinstance(got, list)
+    assert [one[:2] for one in got] == [one[:2] for one in wanted]
 
 
 @pytest.mark.slow

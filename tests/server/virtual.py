@@ -24,12 +24,14 @@ from everystep.api.model import LanguageModel
 from everystep.drivers import engine_thread
 from everystep.drivers.driver import CANCELLED, Driver
 from everystep.drivers.engine_thread import EngineThread
+from everystep.server import host, link
 from everystep.server.host import EngineHost, EngineLimits, HostedModel
 from everystep.server.link import Mooring
 from everystep.testing import HashExecutor
 from everystep.testing.models import tiny_llama
 from everystep.text import Tokenizer
 from everystep.types import FinishReason, StepOutput, Work
+from tests.server.serving import TRIALS
 
 BEGINNING = 1000.0
 
@@ -283,12 +285,12 @@ class VirtualMooring(Mooring):
     def start(self) -> socket.socket:
         ours, theirs = Wire.pair(self._loop)
         self._wire = theirs
-        self.hosted = HostedModel(self._model, self._tokenizer, self._limits)
-        self.host = host = EngineHost({"tiny": self.hosted}, self._limits)
+        self.hosted = HostedModel(self._model, self._tokenizer, self._limits, trials=TRIALS)
+        self.host = own = EngineHost({"tiny": self.hosted}, self._limits)
 
         async def live() -> None:
             await asyncio.sleep(self._loop.chance.random() * 2.0)
-            await host.serve(cast(socket.socket, theirs))
+            await own.serve(cast(socket.socket, theirs))
 
         self.task = self._loop.create_task(live())
         return cast(socket.socket, ours)
@@ -318,6 +320,8 @@ def virtual(chance: random.Random) -> Iterator[VirtualLoop]:
     clock = VirtualClock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_thread, "EngineThread", VirtualThread)
+        for one in (host, link):
+            patch.setattr(one, "WINDOW", 3)  # so that readers are often waited for
         patch.setattr(engine_thread, "ThreadPoolExecutor", VirtualPool)
         patch.setattr(time, "monotonic", clock)
         patch.setattr(time, "time", lambda: clock.wall + clock.now)

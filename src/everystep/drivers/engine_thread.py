@@ -20,6 +20,7 @@ from everystep.drivers.driver import CANCELLED, Driver, Mailbox
 from everystep.drivers.generated import Reply
 from everystep.drivers.session import Session
 from everystep.errors import CapacityError, RequestError
+from everystep.processors.grammars.trials import GrammarTrials, on_trial
 from everystep.requests.options import Options
 from everystep.requests.prompts import PromptLike
 from everystep.stops.ends import moment
@@ -165,11 +166,16 @@ class Desk:
     """The desk where prompts of one session are handed in, with the threads that serve it.
 
     `most_waiting`: how many may wait that have not begun, those that are being read among them;
-    None for any number.
+    None for any number. `trials`: where grammars are compiled first, None for nowhere.
     """
 
-    def __init__(self, session: Session, most_waiting: int | None) -> None:
-        self.session = session
+    def __init__(
+        self,
+        session: Session,
+        most_waiting: int | None,
+        trials: GrammarTrials | None = None,
+    ) -> None:
+        self.session, self._trials = session, trials
         self.closed = False
         self._most_waiting = most_waiting
         self._lock = threading.Lock()  # of all below
@@ -188,11 +194,14 @@ class Desk:
         options: Callable[[], Options],
         notice: Callable[[], object],
         most: int | None,
+        *,
+        long: bool = False,
     ) -> Submission:
         """Take the prompt in; CapacityError if too many wait.
 
         `options`: gives what is asked for it, in the thread that reads. `notice`: called, in any
         thread, when there is something new. `most`: how many events may wait for the reader.
+        `long`: what is asked for it may take long to read.
         """
         with self._lock:
             self._require_open()
@@ -208,17 +217,17 @@ class Desk:
             one = Submission(self._number, notice)
             self._number += 1
             self._waiting.append(one)
-            readers = self._readers_of(prompt)
+            readers = self._readers_of(prompt, long)
         readers.submit(self._read, one, prompt, options, most)
         return one
 
-    def _readers_of(self, prompt: PromptLike) -> ThreadPoolExecutor:
+    def _readers_of(self, prompt: PromptLike, long: bool) -> ThreadPoolExecutor:
         """Return the threads that read prompts of this size."""
         if self._short is None or self._long is None:
             self._process = os.getpid()
             self._short = ThreadPoolExecutor(_READERS, "everystep reader")
             self._long = ThreadPoolExecutor(_READERS, "everystep reader of long prompts")
-        return self._long if _is_long(prompt) else self._short
+        return self._long if long or _is_long(prompt) else self._short
 
     def _read(
         self,
@@ -231,9 +240,10 @@ class Desk:
         try:
             if one.left:
                 return
-            own = options()
-            one.reply = Reply(own, self.session.tokenizer)
-            request = self.session.own_request(prompt, one.number, own)
+            with on_trial(self._trials):
+                own = options()
+                one.reply = Reply(own, self.session.tokenizer)
+                request = self.session.own_request(prompt, one.number, own)
             driver = self.session.driver(request)
             # Of a prompt whose end alone is awaited no event is kept.
             kept: deque[Event] | None = deque(maxlen=0) if most is None else None

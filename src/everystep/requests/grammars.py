@@ -10,6 +10,7 @@ from everystep.processors.allowed import AllowedSequences
 from everystep.processors.grammars.grammar import compiled
 from everystep.processors.grammars.mask import GrammarMask
 from everystep.processors.grammars.source import KINDS, Kind, read_source
+from everystep.processors.grammars.trials import trials_held
 from everystep.processors.grammars.vocabulary import vocabulary_of
 from everystep.requests.subject import Subject
 
@@ -45,8 +46,16 @@ def read_grammar(
             got="none",
             do="Set eos_token_id",
         )
-    source = read_source(kind, given[kind])
-    return GrammarMask(compiled(source, vocabulary_of(tokenizer, vocabulary)), ends)
+    own, trials = vocabulary_of(tokenizer, vocabulary), trials_held()
+    value = given[kind]
+    source = read_source(kind, value) if trials is None else trials.read(kind, value, own)
+    return GrammarMask(compiled(source, own), ends)
+
+
+def compile_asked(given: Mapping[str, object], tokenizer: object, vocabulary: int) -> None:
+    """Compile what keywords ask for by kind, so that it is there when a request is made of them."""
+    asked: dict[Kind, object] = {kind: given.get(kind) for kind in KINDS}
+    read_grammar(asked, tokenizer, (0,), vocabulary)
 
 
 def forces(subject: Subject) -> bool:

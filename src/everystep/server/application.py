@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import TypeVar
 
 from starlette.applications import Starlette
@@ -80,6 +80,8 @@ _OPEN = ("/health", "/ready", *PAGE_PATHS)
 _LOAD = "/v1/everystep/load"
 _MOST_HELD = 512 << 20
 """Bytes of pictures that requests under way may hold together."""
+_MOST_READ = 16
+"""Messages that are read ahead of who writes a stream; what is not read waits in the engine."""
 Read = TypeVar("Read")
 Answerer = Callable[[Exchange], Awaitable[None]]
 
@@ -285,16 +287,16 @@ class Front:
         for place in places:
             self._require_possible(place)
         asks = wanted.asks([self.link.next_number() for _ in wanted.prompts])
-        news: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
+        news: asyncio.Queue[tuple[int, News]] = asyncio.Queue(_MOST_READ)
 
         async def pump(number: int) -> None:
             try:
                 async with aclosing(self.link.follow(asks[number], places[number])) as messages:
                     async for message in messages:
-                        news.put_nowait((number, message))
+                        await news.put((number, message))
             except Exception:  # or whoever reads the news would wait for ever
                 log.exception("following a prompt failed")
-                news.put_nowait((number, Failed(asks[number].id, 500, "the server failed")))
+                await news.put((number, Failed(asks[number].id, 500, "the server failed")))
 
         pumps = [asyncio.create_task(pump(number)) for number in range(len(asks))]
         try:
@@ -336,6 +338,23 @@ class Front:
         except CapacityError as error:
             self.metrics.rejections.inc()
             raise HttpError(429, str(error), code="queue_full", retry=self.link.pause()) from error
+
+    def place(self, positions: int, lane: str, priority: int = 0, tokens: int = 0) -> LinePlace:
+        """Return the place in line of what needs no rows; HttpError where too much waits."""
+        self.require_room(positions, 1)
+        own = calling()
+        return LinePlace(own.key, positions, tokens, 0, priority, own.background, lane)
+
+    @asynccontextmanager
+    async def within(self, timeout: float | None, before: str) -> AsyncGenerator[None, None]:
+        """Raise HttpError where the block takes longer than a request may, or than it said."""
+        known = [one for one in (timeout, self.settings.deadline) if one is not None]
+        try:
+            async with asyncio.timeout(min(known, default=None)):
+                yield
+        except TimeoutError:
+            what = f"The deadline passed before {before}."
+            raise HttpError(408, what, code="deadline") from None
 
     def _require_possible(self, place: LinePlace) -> None:
         """Raise OversizeError for what could wait forever and never begin."""
@@ -440,14 +459,17 @@ class Front:
     async def _score(self, exchange: Exchange) -> None:
         given, to = await self._read(exchange, SCORE)
         ask = await asyncio.to_thread(read_score, given, to, self.link.next_number())
-        self.require_room(sum(map(len, ask.rows)), 1)
-        async with aclosing(self.link.follow(ask)) as news:
+        place = self.place(sum(map(len, ask.rows)), "score", given.get("priority", 0))
+        limit = self.within(given.get("timeout"), "the texts were scored")
+        found: list[Likelihoods] = []
+        async with limit, aclosing(self.link.follow(ask, place)) as news:
             async for message in news:
                 if isinstance(message, Failed):
                     raise self.failure(message, None)
                 if isinstance(message, ScoredTexts):
-                    scores = [_shown_score(one) for one in message.rows]
-                    await exchange.answer({"object": "list", "model": to.name, "data": scores})
+                    found = message.rows
+        scores = [_shown_score(one) for one in found]
+        await exchange.answer({"object": "list", "model": to.name, "data": scores})
 
     async def _list_models(self, exchange: Exchange) -> None:
         await exchange.answer({"object": "list", "data": self._models()})

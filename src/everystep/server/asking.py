@@ -570,7 +570,8 @@ def read_inputs(
     """Return that a vector is wanted of a text or a list of ids, or of each of several."""
     several = isinstance(inputs, list) and not isinstance(inputs[0], int)
     prompts = tuple(_ids(one, to) for one in (inputs if several else [inputs]))
-    wanted = _wanted({}, to, prompts, keywords, {}, None)
+    known = {name: one for name, one in given.items() if name == "priority"}
+    wanted = _wanted(known, to, prompts, keywords, {}, None)
     return replace(wanted, said=given, pools=pools)
 
 

@@ -28,6 +28,8 @@ def read_embeddings(given: Mapping[str, Json], to: Addressee, caller: Caller) ->
         keywords["adapter_names"] = to.adapter
     if (salt := caller.salt(None)) is not None:
         keywords["cache_salt"] = salt
+    if (timeout := given.get("timeout")) is not None:
+        keywords["timeout"] = timeout
     pools = given.get("pooling", "mean")
     return read_inputs(given, given["input"], to, keywords, pools)
 

@@ -17,6 +17,7 @@ import msgspec
 from everystep.api.load import load
 from everystep.api.model import LanguageModel
 from everystep.files.sources import resolve_source
+from everystep.processors.grammars.trials import GrammarTrials
 from everystep.server.host import EngineLimits, HostedModel, serve_connection
 from everystep.sounds.features import WhisperFeatureExtractor
 
@@ -41,7 +42,7 @@ class EngineOrders(msgspec.Struct, frozen=True):
 
 def hosted(orders: EngineOrders) -> Mapping[str, HostedModel]:
     """Return the models, loaded, with their adapters."""
-    found = {}
+    found, trials = {}, GrammarTrials()
     for number, (name, path) in enumerate(orders.models.items()):
         model, tokenizer = load(
             path,
@@ -51,7 +52,8 @@ def hosted(orders: EngineOrders) -> Mapping[str, HostedModel]:
         )
         for adapter, folder in orders.adapters.items() if number == 0 else ():
             model.load_adapter(Path(folder), adapter)
-        found[name] = HostedModel(model, tokenizer, orders.limits(), _extractor(model, path))
+        own = _extractor(model, path), trials
+        found[name] = HostedModel(model, tokenizer, orders.limits(), *own)
     return found
 
 

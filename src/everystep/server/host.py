@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
 import msgspec
@@ -40,11 +40,14 @@ from everystep.errors import (
 )
 from everystep.images import PictureTokenizer
 from everystep.outputs import TokenLogprobs
+from everystep.processors.grammars.source import KINDS
+from everystep.processors.grammars.trials import GrammarTrials
 from everystep.requests.options import Options
 from everystep.requests.prompts import PromptLike
 from everystep.server.hosted_runs import HostedRuns
 from everystep.server.messages import (
     OF_FRONT,
+    WINDOW,
     Alive,
     Ask,
     Begun,
@@ -61,8 +64,10 @@ from everystep.server.messages import (
     Ready,
     RowNews,
     RunAsk,
+    RunNews,
     ScoreAsk,
     ScoredTexts,
+    Taken,
     ToEngine,
     ToFront,
     Tokens,
@@ -80,6 +85,10 @@ log = logging.getLogger("everystep.server")
 
 BEAT = 0.5
 """Seconds after which the front is told again that the process runs."""
+_COMPILED = (*KINDS, "tools")
+"""Keywords of which grammars are made, which takes time."""
+_SCORED_AT_ONCE = 32
+"""Rows that are scored before it is looked whether anybody still waits for them."""
 _EVENTS = 256
 """Events that may wait to be sent before a prompt is set aside."""
 
@@ -97,6 +106,7 @@ class HostedModel:
     """A model of the engine with its tokenizer, and the desk where its prompts are handed in.
 
     `extractor`: what makes features of sounds, for a model that listens; that of its size without.
+    `trials`: where grammars are compiled first, its own without.
     """
 
     def __init__(
@@ -105,6 +115,7 @@ class HostedModel:
         tokenizer: Tokenizer,
         limits: EngineLimits,
         extractor: WhisperFeatureExtractor | None = None,
+        trials: GrammarTrials | None = None,
     ) -> None:
         def scheduler() -> Continuous:
             own = limits.token_budget, limits.max_rows, limits.max_positions
@@ -115,7 +126,14 @@ class HostedModel:
         self.session = Session(
             model, tokenizer, (), None, None, {}, gives_events=True, scheduler=scheduler
         )
-        self.desk = Desk(self.session, None)  # the front bounds how many wait
+        self.trials, self._owned = trials or GrammarTrials(), trials is None
+        self.desk = Desk(self.session, None, self.trials)  # the front bounds how many wait
+
+    def close(self) -> None:
+        """Take no more prompts and end those inside; return when no thread steps any more."""
+        self.desk.join()
+        if self._owned:
+            self.trials.close()
 
     def facts(self, name: str) -> ModelFacts:
         """Return what the front needs to know of the model."""
@@ -135,11 +153,18 @@ class HostedModel:
 
 @dataclass(slots=True)
 class _Under:
-    """An ask under way: what was handed in, and how much of it has been told."""
+    """An ask under way: what was handed in, and how much of it has been told. `room`: how many
+    further events its reader may be sent."""
 
     ask: Ask
     one: Submission
     begun: bool = False
+    room: int = field(default_factory=lambda: WINDOW)
+
+    @property
+    def holds_back(self) -> bool:
+        """True while there are events that the reader has no room for."""
+        return self.ask.streams and self.one.box is not None and bool(self.one.box.events)
 
 
 class EngineHost:
@@ -150,12 +175,14 @@ class EngineHost:
         self._under: dict[int, _Under] = {}
         self._noticed = asyncio.Event()
         self._scoring = ThreadPoolExecutor(1, "everystep scores")
-        self._runs = HostedRuns({name: (m.model, m.tokenizer) for name, m in models.items()})
+        known = {name: (one.model, one.tokenizer) for name, one in models.items()}
+        self._runs = HostedRuns(known, next(iter(models.values())).trials)
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._rooms: dict[int, asyncio.Semaphore] = {}  # for the news of runs
         self._seeing = ThreadPoolExecutor(1, "everystep cuts pictures")
         self._seen: dict[int, asyncio.Task[None]] = {}
         self._hearing = ThreadPoolExecutor(1, "everystep hears")
-        self._heard: dict[int, threading.Event] = {}
+        self._left: dict[int, threading.Event] = {}  # of scores and sounds, set where nobody waits
 
     async def serve(self, connection: socket.socket) -> None:
         """Answer asks until the front says so, or is gone; nothing is left inside then."""
@@ -180,33 +207,36 @@ class EngineHost:
             beating.cancel()
             for under in self._under.values():
                 under.one.leave()
-            for left in self._heard.values():
+            for left in self._left.values():
                 left.set()
             for pool in (self._scoring, self._seeing, self._hearing):
                 pool.shutdown(wait=False, cancel_futures=True)
             for task in (*self._running.values(), *self._seen.values()):
                 task.cancel()
             await asyncio.to_thread(self._runs.close)
-            await asyncio.gather(*(asyncio.to_thread(m.desk.join) for m in self._models.values()))
+            await asyncio.gather(*(asyncio.to_thread(m.close) for m in self._models.values()))
             self._writer.close()
 
     # --- in ---------------------------------------------------------------------------------------
 
-    def _take(self, message: Ask | ScoreAsk | HearAsk | RunAsk | Leave) -> None:
+    def _take(self, message: Ask | ScoreAsk | HearAsk | RunAsk | Leave | Taken) -> None:
         match message:
             case Ask() if message.pictures:
                 self._seen[message.id] = asyncio.create_task(self._see(message))
             case Ask():
                 self._submit(message, message.prompt)
             case ScoreAsk():
+                self._left[message.id] = threading.Event()
                 self._loop.run_in_executor(self._scoring, self._score, message)
             case HearAsk():
-                self._heard[message.id] = threading.Event()
+                self._left[message.id] = threading.Event()
                 self._loop.run_in_executor(self._hearing, self._hear, message)
             case RunAsk():
                 self._running[message.id] = asyncio.create_task(self._carry_out(message))
+            case Taken():
+                self._make_room(message)
             case Leave():
-                if (left := self._heard.get(message.id)) is not None:
+                if (left := self._left.get(message.id)) is not None:
                     left.set()
                 for tasks in (self._running, self._seen):
                     if (task := tasks.get(message.id)) is not None:
@@ -215,6 +245,15 @@ class EngineHost:
                     under.one.leave()
             case _:
                 assert_never(message)
+
+    def _make_room(self, message: Taken) -> None:
+        """Go on telling a reader who has taken what he was told."""
+        if (under := self._under.get(message.id)) is not None:
+            under.room += message.count
+            self._noticed.set()
+        if (room := self._rooms.get(message.id)) is not None:
+            for _ in range(min(message.count, WINDOW)):
+                room.release()
 
     async def _see(self, ask: Ask) -> None:
         """Cut the pictures of an ask into patches, in a thread, and hand it in."""
@@ -247,7 +286,8 @@ class EngineHost:
 
         most = _EVENTS if ask.streams else None
         try:
-            one = hosted.desk.submit(prompt, options, notice, most)
+            long = any(ask.keywords.get(name) is not None for name in _COMPILED)
+            one = hosted.desk.submit(prompt, options, notice, most, long=long)
         except Exception as error:
             self._send(failed(ask.id, error))
             return
@@ -255,49 +295,57 @@ class EngineHost:
         self._noticed.set()
 
     def _score(self, ask: ScoreAsk) -> None:
-        """Score rows, in a thread of its own."""
-        hosted = self._models[ask.model]
-        message: ToFront
+        """Score rows, in a thread of its own, some after some until nobody waits for them."""
+        hosted, left = self._models[ask.model], self._left[ask.id]
+        message: ToFront | None = None
+        scores: list[Score] = []
         try:
-            scores: list[Score] = score_texts(
-                hosted.model,
-                hosted.tokenizer,
-                ask.rows,
-                after=ask.after,
-                best=ask.best,
-                adapter_names=ask.adapter,
-            )
+            for start in range(0, len(ask.rows), _SCORED_AT_ONCE):
+                if left.is_set():
+                    break
+                scores += score_texts(
+                    hosted.model,
+                    hosted.tokenizer,
+                    ask.rows[start : start + _SCORED_AT_ONCE],
+                    after=ask.after,
+                    best=ask.best,
+                    adapter_names=ask.adapter,
+                )
             message = ScoredTexts(ask.id, [_known_of_score(one) for one in scores])
         except Exception as error:
             message = failed(ask.id, error)
-        self._loop.call_soon_threadsafe(self._send, message)
+        self._loop.call_soon_threadsafe(self._told, ask.id, message)
 
     def _hear(self, ask: HearAsk) -> None:
         """Write down a sound, in a thread of its own, until nobody waits for it."""
-        left = self._heard[ask.id]
+        left = self._left[ask.id]
         message: ToFront | None = None
         try:
             if not left.is_set():
                 message = _transcript(ask, self._models[ask.model], left)
         except Exception as error:
             message = failed(ask.id, error)
-        self._loop.call_soon_threadsafe(self._told_heard, ask.id, message)
+        self._loop.call_soon_threadsafe(self._told, ask.id, message)
 
-    def _told_heard(self, id: int, message: ToFront | None) -> None:
-        left = self._heard.pop(id)
+    def _told(self, id: int, message: ToFront | None) -> None:
+        left = self._left.pop(id)
         if message is not None and not left.is_set():
             self._send(message)
 
     async def _carry_out(self, ask: RunAsk) -> None:
         """Do something to a run, a step at a time, between steps of other runs."""
+        room = self._rooms[ask.id] = asyncio.Semaphore(WINDOW)
         try:
             async with aclosing(self._runs.carry_out(ask)) as messages:
                 async for message in messages:
+                    if isinstance(message, RunNews):
+                        await room.acquire()
                     self._send(message)
         except Exception as error:
             self._send(failed(ask.id, error))
         finally:
             self._running.pop(ask.id, None)
+            self._rooms.pop(ask.id, None)
 
     # --- out --------------------------------------------------------------------------------------
 
@@ -311,7 +359,7 @@ class EngineHost:
             for id, under in list(self._under.items()):
                 ended = under.one.over  # asked first, since the last event comes before it
                 rows += self._news(id, under)
-                if ended:
+                if ended and not under.holds_back:
                     del self._under[id]
                     over.append(_outcome(under.ask, under.one))
             if rows:
@@ -338,7 +386,8 @@ class EngineHost:
             notices = under.one.answer().options.effective.notices
             self._send(Begun(id, _strings(under.one), list(notices)))
         rows = []
-        while under.ask.streams and box.events:
+        while under.ask.streams and box.events and under.room:
+            under.room -= 1
             rows.append(_row(id, box.events.popleft()))
         under.one.caught_up()
         return rows
@@ -402,7 +451,9 @@ def _outcome(ask: Ask, one: Submission) -> ToFront:
         if group.error is not None:
             raise group.error
         if ask.pools is not None:
-            size = group.request.prompt.length
+            size, why = group.request.prompt.length, group.done[0].reason.kind
+            if why == "time":
+                return Over(id, [Ended([], why, None, 0.0, size, 0)])
             return Over(id, [Ended([], "stop", None, 0.0, size, 0, vector=vector_of(group))])
         reply = replace(one.answer(), tokenizer=None)  # the front makes the texts
         return Over(id, [_ended(result) for result in reply.generated(group)])

@@ -1,7 +1,8 @@
 """Runs in the engine's process: generations that clients take step by step.
 
 One thread does what is asked of all of them, a step at a time in turn, so that nobody's long run
-keeps another's waiting. Each run has an engine of its own, which it shares with its forks.
+keeps another's waiting. Each run has an engine of its own, which it shares with its forks. The
+grammars that an ask brings are compiled by other threads before.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ from everystep.api.model import LanguageModel
 from everystep.drivers.generated import Generated
 from everystep.errors import FormatError, RequestError
 from everystep.outputs import TokenLogprobs
+from everystep.processors.grammars.source import KINDS
+from everystep.processors.grammars.trials import GrammarTrials, on_trial
+from everystep.requests.grammars import compile_asked
 from everystep.runs.hands import Asked
 from everystep.runs.run import Run
 from everystep.runs.saved import RunState, read_run
@@ -36,11 +41,16 @@ _BESIDE = ("trim_stop_strings", "adapter_names", "seed")
 
 
 class HostedRuns:
-    """The runs of one front, by name. `models`: those that may be asked, with their tokenizers."""
+    """The runs of one front, by name. `models`: those that may be asked, with their tokenizers.
+    `trials`: where grammars are compiled first."""
 
-    def __init__(self, models: Mapping[str, tuple[LanguageModel, Tokenizer]]) -> None:
-        self._models = models
+    def __init__(
+        self, models: Mapping[str, tuple[LanguageModel, Tokenizer]], trials: GrammarTrials
+    ) -> None:
+        self._models, self._trials = models, trials
         self._runs: dict[str, Run] = {}
+        self._of_model: dict[str, str] = {}  # the names of runs and of their models
+        self._compiling = ThreadPoolExecutor(2, "everystep compiles grammars of runs")
         self._thread = ThreadPoolExecutor(1, "everystep runs")
         self._part, self._working = 0, False  # of which the thread alone writes
         self._verbs: Mapping[str, Callable[[RunAsk], Iterator[Part]]] = {
@@ -63,6 +73,8 @@ class HostedRuns:
     async def carry_out(self, ask: RunAsk) -> AsyncGenerator[RunNews | RunOver, None]:
         """Yield what becomes of an ask, `RunOver` last."""
         loop, parts = asyncio.get_running_loop(), self._verbs[ask.verb](ask)
+        if _brings_grammars(ask):
+            await loop.run_in_executor(self._compiling, self._compile, ask)
         while True:
             part = await loop.run_in_executor(self._thread, self._next, parts)
             if part is not None:
@@ -75,16 +87,31 @@ class HostedRuns:
         """The number of the part that is done now, None between two."""
         return self._part if self._working else None
 
+    def _compile(self, ask: RunAsk) -> None:
+        """Compile the grammars that an ask brings, so that the thread that steps finds them."""
+        name = ask.given.get("model") or self._of_model.get(ask.run)
+        if name is None:
+            return  # there is no such run, which is said in its turn
+        model, tokenizer = self._models[name]
+        asked = [ask.given.get("keywords") or ask.given.get("changes") or ask.given]
+        if ask.verb == "resume":
+            asked = [dict(one.options) for _, one in self._saved(ask).rules]
+        with on_trial(self._trials):
+            for keywords in asked:
+                compile_asked(keywords, tokenizer, model.vocab_size)
+
     def _next(self, parts: Iterator[Part]) -> Part:
         self._part += 1
         self._working = True
         try:
-            return next(parts)
+            with on_trial(self._trials):
+                return next(parts)
         finally:
             self._working = False
 
     def close(self) -> None:
         """End all runs; return when nothing steps any more."""
+        self._compiling.shutdown(wait=False, cancel_futures=True)
         self._thread.shutdown(cancel_futures=True)
         for run in self._runs.values():
             run.cancel()
@@ -105,54 +132,65 @@ class HostedRuns:
             keywords["logit_bias"] = {int(id): value for id, value in bias.items()}
         seed, chat = keywords.pop("seed"), model.chat_defaults if given["in_chat"] else None
         run = Run.begun(model, tokenizer, given["prompt"], Asked(keywords, seed, chat))
-        self._runs[ask.run] = run
+        self._know(ask.run, run, given["model"])
         yield RunOver(ask.id, state(run))
 
+    def _know(self, name: str, run: Run, model: str) -> None:
+        self._runs[name], self._of_model[name] = run, model
+
     def _resume(self, ask: RunAsk) -> Iterator[Part]:
+        model, tokenizer = self._models[ask.given["model"]]
+        read = self._saved(ask)
+        with _told_of_the_run():
+            run = Run.restored(model, tokenizer, read)
+        self._know(ask.run, run, ask.given["model"])
+        yield RunOver(ask.id, state(run))
+
+    def _saved(self, ask: RunAsk) -> RunState:
+        """Return the run that an ask brings; RequestError for one that no request could make."""
         model, tokenizer = self._models[ask.given["model"]]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "run"
             path.write_bytes(ask.data)
-            try:
+            with _told_of_the_run(str(path)):
                 read = read_run(path, model, tokenizer, {})
                 require_askable(read)
-                run = Run.restored(model, tokenizer, read)
-            except (FormatError, RequestError) as error:
-                text = str(error).replace(str(path), "the saved run")
-                raise RequestError(text, do="Send what `save` gave") from error
-        self._runs[ask.run] = run
-        yield RunOver(ask.id, state(run))
+        return read
 
     def _fork(self, ask: RunAsk) -> Iterator[Part]:
         twin = self._of(ask).fork(**ask.given["changes"])
-        self._runs[ask.given["name"]] = twin
+        self._know(ask.given["name"], twin, self._of_model[ask.run])
         yield RunOver(ask.id, state(twin))
 
     # --- stepping ---------------------------------------------------------------------------------
 
     def _step(self, ask: RunAsk) -> Iterator[Part]:
         run, best = self._of(ask), ask.given.get("best")
+        taken = 0
         for _ in range(ask.given["steps"]):
             step = next(run, None)
             if step is None:
                 break
+            taken += 1
             yield RunNews(ask.id, shown_step(step, best))
-        yield RunOver(ask.id, state(run))
+        yield RunOver(ask.id, state(run), made=taken)
 
     def _result(self, ask: RunAsk) -> Iterator[Part]:
-        run = self._of(ask)
-        for _ in run:
+        run, taken = self._of(ask), 0
+        for taken, _ in enumerate(run, 1):  # noqa: B007  # the last one counts
             yield None
         found = run.result()
         results = found if isinstance(found, list) else [found]
-        yield RunOver(ask.id, {"results": shown_results(results), "run": state(run)})
+        told = {"results": shown_results(results), "run": state(run)}
+        yield RunOver(ask.id, told, made=taken)
 
     def _more(self, ask: RunAsk) -> Iterator[Part]:
-        run = self._of(ask)
-        for _ in run:
+        run, taken = self._of(ask), 0
+        for taken, _ in enumerate(run, 1):  # noqa: B007  # the last one counts
             yield None
         found = run.more(**ask.given)
-        yield RunOver(ask.id, {"results": shown_results(found), "run": state(run)})
+        told = {"results": shown_results(found), "run": state(run)}
+        yield RunOver(ask.id, told, made=taken)
 
     # --- changing, looking ------------------------------------------------------------------------
 
@@ -175,9 +213,26 @@ class HostedRuns:
 
     def _cancel(self, ask: RunAsk) -> Iterator[Part]:
         run = self._of(ask)
-        del self._runs[ask.run]
+        del self._runs[ask.run], self._of_model[ask.run]
         run.cancel()
         yield RunOver(ask.id, state(run))
+
+
+@contextmanager
+def _told_of_the_run(path: str = "") -> Iterator[None]:
+    """Say of an error inside that it is one of a saved run, without the path that it had here."""
+    try:
+        yield
+    except (FormatError, RequestError) as error:
+        text = str(error).replace(path, "the saved run") if path else str(error)
+        raise RequestError(text, do="Send what `save` gave") from error
+
+
+def _brings_grammars(ask: RunAsk) -> bool:
+    """Return whether an ask brings a grammar, or a saved run, which may have one."""
+    given = ask.given
+    asked = given.get("keywords") or given.get("changes") or given
+    return ask.verb == "resume" or any(asked.get(kind) is not None for kind in KINDS)
 
 
 def require_askable(read: RunState) -> None:

@@ -28,6 +28,7 @@ from everystep.server.host import BEAT, EngineLimits, HostedModel, serve_connect
 from everystep.server.line import LinePlace, WaitingLine
 from everystep.server.messages import (
     OF_ENGINE,
+    WINDOW,
     Alive,
     Ask,
     Begun,
@@ -45,6 +46,7 @@ from everystep.server.messages import (
     RunOver,
     ScoreAsk,
     ScoredTexts,
+    Taken,
     Tokens,
     frame,
     read_frame,
@@ -59,6 +61,7 @@ _FATAL = 2
 """Deaths of an engine after which an ask that was under way is given up."""
 _LONGEST_PAUSE = 10.0
 News = RowNews | Begun | Over | ScoredTexts | HeardText | RunNews | RunOver | Failed
+_LAST = (Over, ScoredTexts, HeardText, RunOver, Failed)
 AnyAsk = Ask | ScoreAsk | HearAsk | RunAsk
 
 
@@ -189,7 +192,7 @@ class Asking:
     """An ask under way, as the front sees it: what has come of it and was not taken.
 
     `told`: how many tokens of each sequence the reader was given; a further engine's first so many
-    are left out.
+    are left out. `taken`: events of which the engine does not know yet that they were taken.
     """
 
     ask: AnyAsk
@@ -200,11 +203,14 @@ class Asking:
     seen: Counter[int] = field(default_factory=Counter)
     since: float = 0.0
     sent: bool = False
+    line: WaitingLine | None = None
+    steps: int = 0
+    taken: int = 0
 
     @property
     def made(self) -> int:
-        """The number of tokens that were told."""
-        return sum(self.told.values())
+        """The number of tokens, or of steps of a run, that were told."""
+        return sum(self.told.values()) + self.steps
 
     @property
     def size(self) -> int:
@@ -225,6 +231,7 @@ class Asking:
             again, self.waiting = not self.waiting, False
             if again:
                 return False
+        self.steps += isinstance(message, RunNews)
         self.news.put_nowait(message)
         return True
 
@@ -290,7 +297,7 @@ class EngineLink:
         """Return how many asks have begun, and how many have not, by model."""
         found = {name: [0, 0] for name in self.models}
         for one in self._asking.values():
-            if not isinstance(one.ask, RunAsk) and one.ask.model in found:
+            if one.ask.model in found:
                 found[one.ask.model][one.waiting] += 1
         return {name: (running, waiting) for name, (running, waiting) in found.items()}
 
@@ -337,8 +344,7 @@ class EngineLink:
 
     def require_room(self, positions: int, more: int = 1) -> None:
         """Raise CapacityError if so many more asks, of so many ids, are too many to wait."""
-        beside = sum(isinstance(one.ask, ScoreAsk | HearAsk) for one in self._asking.values())
-        waiting = beside + sum(line.asked for line in self._lines.values())
+        waiting = sum(line.asked for line in self._lines.values())
         line = sum(line.positions for line in self._lines.values())
         if waiting + more > self._limits.requests and waiting:
             wanted = f"at most {self._limits.requests}"
@@ -353,21 +359,23 @@ class EngineLink:
         """Yield what becomes of an ask, `Over`, `ScoredTexts`, `HeardText`,
         `RunOver` or `Failed` last.
 
-        A prompt waits in line, at its place. Leaving the iterator ends the ask.
+        It waits in line, at its place; what is done to a run and has none waits for nobody. Leaving
+        the iterator ends the ask.
         """
-        waiting = not isinstance(ask, RunAsk)
-        one = self._asking[ask.id] = Asking(ask, waiting=waiting, since=self._clock())
+        one = self._asking[ask.id] = Asking(ask, since=self._clock())
         try:
-            if isinstance(ask, Ask):
-                line = self._line_of(ask.model)
-                line.enter(ask.id, place or LinePlace(positions=len(ask.prompt)))
-                self._advance(line)
+            place = place or _usual_place(ask, one.size)
+            if place is None:
+                self._begin(one)
             else:
-                one.sent = True
-                self._send(ask)
+                one.line = self._line_of(ask.model)
+                one.line.enter(ask.id, place)
+                self._advance(one.line)
             while True:
                 message = await one.news.get()
                 yield message
+                if isinstance(message, RowNews | RunNews):
+                    self._take_note(one)
                 if isinstance(message, Over | ScoredTexts | HeardText | RunOver | Failed):
                     return
         finally:
@@ -375,6 +383,14 @@ class EngineLink:
                 if one.sent:
                     self._send(Leave(ask.id))
                 self._leave_line(one, one.made)
+
+    def _take_note(self, one: Asking) -> None:
+        """Note that an event was taken, and tell the engine now and then: it sends only so many
+        more."""
+        one.taken += 1
+        if one.taken >= max(1, WINDOW // 4):
+            self._send(Taken(one.ask.id, one.taken))
+            one.taken = 0
 
     def _line_of(self, model: str) -> WaitingLine:
         """Return the line of a model."""
@@ -387,18 +403,22 @@ class EngineLink:
         if self._writer is None:
             return
         for number in line.begin(self.rows):
-            one = self._asking[number]
-            one.sent = True
-            self._send(one.ask)
+            self._begin(self._asking[number])
+
+    def _begin(self, one: Asking) -> None:
+        """Hand an ask to the engine."""
+        one.sent = True
+        if not isinstance(one.ask, Ask):  # which says itself when it has begun
+            one.waiting = False
+        self._send(one.ask)
 
     def _leave_line(self, one: Asking, made: int) -> None:
         """Give up an ask's place, after so many tokens; others may begin then."""
-        if isinstance(one.ask, Ask):
-            line = self._lines[one.ask.model]
-            line.leave(one.ask.id, made)
-            self._advance(line)
+        if one.line is not None:
+            one.line.leave(one.ask.id, made)
+            self._advance(one.line)
 
-    def _send(self, message: AnyAsk | Leave) -> None:
+    def _send(self, message: AnyAsk | Leave | Taken) -> None:
         """Write a message where an engine is there; asks are sent to the next one otherwise."""
         if self._writer is not None:
             self._writer.write(frame(message))
@@ -465,6 +485,7 @@ class EngineLink:
         self.positions = message.positions
         for one in self._asking.values():
             one.seen.clear()
+            one.taken = 0
             if one.sent:
                 self._send(one.ask)
         for line in self._lines.values():
@@ -475,18 +496,20 @@ class EngineLink:
     def _hand_on(self, message: Tokens | News) -> None:
         if isinstance(message, Tokens):
             for row in message.rows:
-                if (one := self._asking.get(row.id)) is not None:
-                    self.tokens += one.tell(row) and row.token >= 0
+                if (one := self._asking.get(row.id)) is None:
+                    continue
+                if one.tell(row):
+                    self.tokens += row.token >= 0
+                else:  # an earlier engine's was the same, and was taken
+                    self._take_note(one)
             return
         if (one := self._asking.get(message.id)) is None:
             return
-        if isinstance(message, RunOver):
+        if isinstance(message, _LAST):
             del self._asking[message.id]
-        elif isinstance(message, Over | ScoredTexts | HeardText | Failed):
-            del self._asking[message.id]
-            self._seconds += 0.1 * (self._clock() - one.since - self._seconds)
-            over = message.results if isinstance(message, Over) else None
-            made = one.made if over is None else sum(len(r.tokens) for r in over)
+            if not isinstance(one.ask, RunAsk):
+                self._seconds += 0.1 * (self._clock() - one.since - self._seconds)
+            made = _made(message, one)
             if not (isinstance(one.ask, Ask) and one.ask.streams):  # of others tokens were told
                 self.tokens += made
             self._leave_line(one, made)
@@ -495,7 +518,7 @@ class EngineLink:
     def _give_up_fatal(self) -> None:
         """Fail what several engines died with, and what cannot be done again alike."""
         for one in self._asking.values():
-            one.deaths += not one.waiting or isinstance(one.ask, ScoreAsk | HearAsk)
+            one.deaths += not one.waiting or isinstance(one.ask, RunAsk)
         self._fail_all("the engine died while it worked on this", always=False)
 
     def _fail_all(self, text: str, *, always: bool) -> None:
@@ -504,6 +527,28 @@ class EngineLink:
                 del self._asking[id]
                 self._leave_line(one, one.made)
                 one.tell(Failed(id, 503, text))
+
+
+def _usual_place(ask: AnyAsk, size: int) -> LinePlace | None:
+    """Return the place in line of an ask that was given none; None for what is done to a run."""
+    if isinstance(ask, RunAsk):
+        return None
+    if isinstance(ask, Ask):
+        return LinePlace(positions=size)
+    return LinePlace(positions=size, lane="score" if isinstance(ask, ScoreAsk) else "hear")
+
+
+def _made(message: News, one: Asking) -> int:
+    """Return how many tokens came of an ask whose last message this is."""
+    match message:
+        case Over():
+            return sum(len(result.tokens) for result in message.results)
+        case HeardText():
+            return sum(len(part.tokens) for part in message.parts)
+        case RunOver():
+            return message.made
+        case _:
+            return one.made
 
 
 def repeats(ask: AnyAsk) -> bool:

@@ -15,6 +15,8 @@ from everystep.errors import FormatError
 
 MOST_BYTES = 1 << 27
 """Bytes of a frame at most."""
+WINDOW = 256
+"""Events of an ask that may have been sent and not been taken by its reader."""
 _HEAD = 4
 
 
@@ -72,7 +74,7 @@ class HearAsk(msgspec.Struct, tag=True, frozen=True):
 class RunAsk(msgspec.Struct, tag=True, frozen=True):
     """Something that is to be done to a run, by its name in `everystep.Run`, with what it is given.
 
-    `run`: the name of the run; `data`: the bytes of a saved one.
+    `run`: the name of the run; `data`: the bytes of a saved one; `model`: whose run it is.
     """
 
     id: int
@@ -80,12 +82,20 @@ class RunAsk(msgspec.Struct, tag=True, frozen=True):
     verb: str
     given: dict[str, Any] = {}
     data: bytes = b""
+    model: str = ""
 
 
 class Leave(msgspec.Struct, tag=True, frozen=True):
     """Nobody waits for this ask any more."""
 
     id: int
+
+
+class Taken(msgspec.Struct, tag=True, frozen=True):
+    """The reader of an ask has taken so many further events."""
+
+    id: int
+    count: int
 
 
 class Quit(msgspec.Struct, tag=True, frozen=True):
@@ -219,11 +229,13 @@ class RunNews(msgspec.Struct, tag=True, frozen=True):
 
 
 class RunOver(msgspec.Struct, tag=True, frozen=True):
-    """The end of what was asked of a run. `data`: the bytes of a saved one."""
+    """The end of what was asked of a run. `data`: the bytes of a saved one. `made`: the tokens that
+    its steps came to."""
 
     id: int
     body: dict[str, Any]
     data: bytes = b""
+    made: int = 0
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
@@ -234,7 +246,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     text: str
 
 
-ToEngine = Ask | ScoreAsk | HearAsk | RunAsk | Leave | Quit
+ToEngine = Ask | ScoreAsk | HearAsk | RunAsk | Leave | Taken | Quit
 ToFront = (
     Ready | Alive | Begun | Tokens | Over | ScoredTexts | HeardText | RunNews | RunOver | Failed
 )

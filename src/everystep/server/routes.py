@@ -335,6 +335,12 @@ INPUT_TOKENS = RouteTable(
     _table(_ITEMS),
 )
 
+_WAITING = (
+    next(one for one in GENERATE if one.name == "timeout"),
+    next(one for one in _BOTH if one.name == "priority"),
+)
+"""Fields of what waits in line and generates nothing."""
+
 EMBEDDINGS = RouteTable(
     "/v1/embeddings",
     "Return a vector of each text, made of the last hidden states.",
@@ -361,7 +367,8 @@ EMBEDDINGS = RouteTable(
                 "float",
             ),
             WireField("dimensions", _LONGEST, "Refused: a model's vectors have one size."),
-        )
+        ),
+        _WAITING,
     ),
     {"user": IGNORED["user"]},
 )
@@ -424,7 +431,8 @@ SCORE = RouteTable(
             ),
             WireField("after", _SCORED, "What stands before each, and is not scored itself."),
             WireField("best", integer(0, 20), "How many of the best tokens are told.", "0"),
-        )
+        ),
+        _WAITING,
     ),
 )
 

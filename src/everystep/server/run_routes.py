@@ -14,6 +14,7 @@ from everystep.server.application import Front, Responder
 from everystep.server.asking import addressee, read_changes, read_ids, read_open
 from everystep.server.exchange import Exchange, HttpError
 from everystep.server.fields import Json
+from everystep.server.line import LinePlace
 from everystep.server.link import EngineGone
 from everystep.server.live_runs import (
     LiveRun,
@@ -26,6 +27,9 @@ from everystep.server.routes import RouteTable
 _PATH = routes.RUN_OPEN.path
 _SWEEPS = 20
 """Looks for runs that were left alone, within the time for which one may be."""
+_STEPPING = ("open", "resume", "step", "result", "more", "explain", "fork")
+"""What may feed ids or take steps, and so waits in line."""
+_USUAL_STEPS = 64
 Verb = Callable[[Exchange, LiveRun, Mapping[str, Json]], Awaitable[None]]
 Answer = Callable[[Exchange], Awaitable[None]]
 
@@ -82,7 +86,7 @@ class RunRoutes:
             await asyncio.sleep(self._pause)
             for one in self.runs.expired():
                 with suppress(HttpError, EngineGone):
-                    await self._ask(one.id, "cancel")
+                    await self._ask(one.to.model, one.id, "cancel")
 
     # --- beginning and ending ---------------------------------------------------------------------
 
@@ -117,7 +121,7 @@ class RunRoutes:
     ) -> dict[str, Json]:
         """Return how a run stands that is new; it is forgotten where it could not begin."""
         try:
-            over = await self._ask(name, verb, given, data)
+            over = await self._ask(one.to.model, name, verb, given, data)
         except BaseException:
             self.runs.drop(one)
             if verb != "fork":
@@ -129,13 +133,13 @@ class RunRoutes:
     async def _end(self, one: LiveRun) -> None:
         """End a run that may have begun, though nobody waits for it."""
         with suppress(HttpError, EngineGone):
-            await self._ask(one.id, "cancel")
+            await self._ask(one.to.model, one.id, "cancel")
 
     async def _cancel(self, exchange: Exchange) -> None:
         one = self._own(exchange)
         with self.runs.used(one):
             self.runs.drop(one)
-            over = await self._ask(one.id, "cancel")
+            over = await self._ask(one.to.model, one.id, "cancel")
         await exchange.answer(_shown(one, over.body))
 
     # --- looking and changing ---------------------------------------------------------------------
@@ -148,7 +152,7 @@ class RunRoutes:
     async def _look(self, exchange: Exchange) -> None:
         one = self._own(exchange)
         self.runs.touch(one)
-        await exchange.answer(_shown(one, (await self._ask(one.id, "look")).body))
+        await exchange.answer(_shown(one, (await self._ask(one.to.model, one.id, "look")).body))
 
     def _verb(self, table: RouteTable, act: Verb) -> Answer:
         """Return what reads the body of a table and acts on the run."""
@@ -167,24 +171,21 @@ class RunRoutes:
             await exchange.stream(self._steps(run, asked))
             return
         steps: list[Json] = []
-        over = await self._ask(run.id, "step", asked, told=steps)
+        over = await self._ask(run.to.model, run.id, "step", asked, told=steps)
         await exchange.answer({"steps": steps, "run": _shown(run, over.body)})
 
     async def _steps(self, run: LiveRun, asked: Mapping[str, Json]) -> AsyncGenerator[Json, None]:
         """Yield steps as they are taken, and then how the run stands."""
-        ask = RunAsk(self._front.link.next_number(), run.id, "step", dict(asked))
-        async with aclosing(self._front.link.follow(ask)) as news:
+        async with aclosing(self._news(run.to.model, run.id, "step", asked)) as news:
             async for message in news:
-                if isinstance(message, Failed):
-                    raise _failure(message)
                 if isinstance(message, RunNews):
                     yield {"object": "everystep.step", **message.step}
-                elif isinstance(message, RunOver):
+                else:
                     yield _shown(run, message.body)
 
     async def _told(self, exchange: Exchange, run: LiveRun, given: Mapping[str, Json]) -> None:
         verb = exchange.request.url.path.rpartition("/")[2]
-        body = (await self._ask(run.id, verb, given)).body
+        body = (await self._ask(run.to.model, run.id, verb, given)).body
         told = {"run": _shown(run, body["run"])} if "run" in body else {}
         await exchange.answer({**body, **told})
 
@@ -198,10 +199,12 @@ class RunRoutes:
 
     async def _changed(self, exchange: Exchange, run: LiveRun, given: Mapping[str, Json]) -> None:
         verb = exchange.request.url.path.rpartition("/")[2]
-        await exchange.answer(_shown(run, (await self._ask(run.id, verb, given)).body))
+        await exchange.answer(
+            _shown(run, (await self._ask(run.to.model, run.id, verb, given)).body)
+        )
 
     async def _save(self, exchange: Exchange, run: LiveRun, given: Mapping[str, Json]) -> None:
-        over = await self._ask(run.id, "save", given)
+        over = await self._ask(run.to.model, run.id, "save", given)
         await exchange.send(Response(over.data, media_type="application/octet-stream"))
 
     # --- the engine -------------------------------------------------------------------------------
@@ -211,6 +214,7 @@ class RunRoutes:
 
     async def _ask(
         self,
+        model: str,
         name: str,
         verb: str,
         given: Mapping[str, Json] = {},
@@ -218,23 +222,50 @@ class RunRoutes:
         told: list[Json] | None = None,
     ) -> RunOver:
         """Return what came of something that is done to a run; steps are added to `told`."""
-        link = self._front.link
-        if not link.ready:
-            raise HttpError(503, "the engine is being started", code="engine_starting", retry=2)
-        ask = RunAsk(link.next_number(), name, verb, dict(given), data)
-        async with aclosing(link.follow(ask)) as news:
+        async with aclosing(self._news(model, name, verb, given, data)) as news:
             async for message in news:
-                if isinstance(message, Failed):
-                    raise _failure(message)
                 if isinstance(message, RunNews) and told is not None:
                     told.append(message.step)
                 if isinstance(message, RunOver):
                     return message
         raise EngineGone("the engine said nothing of the run", do="Open it again")
 
+    async def _news(
+        self,
+        model: str,
+        name: str,
+        verb: str,
+        given: Mapping[str, Json],
+        data: bytes = b"",
+    ) -> AsyncGenerator[RunNews | RunOver, None]:
+        """Yield what comes of something that is done to a run, `RunOver` last."""
+        front = self._front
+        if not front.link.ready:
+            raise HttpError(503, "the engine is being started", code="engine_starting", retry=2)
+        place = _place(front, verb, given)
+        ask = RunAsk(front.link.next_number(), name, verb, dict(given), data, model)
+        deadline, loop = front.settings.deadline, asyncio.get_running_loop()
+        late = None if deadline is None else loop.time() + deadline
+        async with aclosing(front.link.follow(ask, place)) as news:
+            while True:
+                # Not around the whole: each step of a stream is awaited by a task of its own.
+                left = None if late is None else max(late - loop.time(), 0.0)
+                async with front.within(left, f"{verb} was done"):
+                    message = await anext(news)
+                if isinstance(message, Failed):
+                    raise front.failure(message, None)
+                if isinstance(message, RunNews | RunOver):
+                    yield message
+                if isinstance(message, RunOver):
+                    return
 
-def _failure(message: Failed) -> HttpError:
-    return HttpError(message.status, message.text)
+
+def _place(front: Front, verb: str, given: Mapping[str, Json]) -> LinePlace | None:
+    """Return the place in line of something that is done to a run, None where it steps nowhere."""
+    if verb not in _STEPPING:
+        return None
+    tokens = int(given.get("steps") or 0) or (_USUAL_STEPS if verb in ("result", "more") else 0)
+    return front.place(len(given.get("prompt") or ()), "run", tokens=tokens)
 
 
 def _shown(run: LiveRun, body: Mapping[str, Json]) -> dict[str, Json]:

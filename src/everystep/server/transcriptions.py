@@ -23,6 +23,7 @@ from everystep.server.asking import Addressee, addressee
 from everystep.server.exchange import Exchange, HttpError
 from everystep.server.fields import Json
 from everystep.server.form import read_form
+from everystep.server.line import LinePlace
 from everystep.server.messages import Failed, HearAsk, HeardPart, HeardText
 from everystep.server.routes import TRANSCRIPTIONS
 from everystep.sounds.sound_files import read_sound_bytes
@@ -69,7 +70,7 @@ class TranscriptionRoutes:
         exchange.listen()
         with front.holding(sound.samples.nbytes):
             ask = await asyncio.to_thread(_ask, given, to, sound, front.link.next_number())
-            heard = await self._heard(ask)
+            heard = await self._heard(ask, front.place(len(ask.prompt), "hear"))
         front.count(to, 0, 0, sum(len(one.tokens) for one in heard.parts))
         await _answer(exchange, given, heard, sound.seconds)
 
@@ -88,19 +89,15 @@ class TranscriptionRoutes:
             )
         return to
 
-    async def _heard(self, ask: HearAsk) -> HeardText:
+    async def _heard(self, ask: HearAsk, place: LinePlace) -> HeardText:
         front = self._front
-        try:
-            async with asyncio.timeout(front.settings.deadline):
-                async with aclosing(front.link.follow(ask)) as news:
-                    async for message in news:
-                        if isinstance(message, Failed):
-                            raise front.failure(message, None)
-                        if isinstance(message, HeardText):
-                            return message
-        except TimeoutError:
-            what = "The deadline passed before the end of the sound."
-            raise HttpError(408, what, code="deadline") from None
+        limit = front.within(None, "the end of the sound")
+        async with limit, aclosing(front.link.follow(ask, place)) as news:
+            async for message in news:
+                if isinstance(message, Failed):
+                    raise front.failure(message, None)
+                if isinstance(message, HeardText):
+                    return message
         raise HttpError(503, "the engine has gone", retry=2)
 
 

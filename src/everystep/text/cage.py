@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +18,6 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from io import FileIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,11 +26,10 @@ import markupsafe
 
 from everystep.errors import TokenizerError
 from everystep.text import caged
+from everystep.text.killable import SILENT, close_pipes, exchanged, kill, runs, started
 from everystep.text.rendering import Rendering, WrongTemplate, exceeded, not_compiled
 from everystep.text.sandbox import TemplateLimits
 
-# How it shows that a process has ended, or says what it never would.
-_SILENT = (OSError, ValueError, TypeError, LookupError, RecursionError)
 MOST_PROCESSES = 8
 """How many processes of templates there are at once, those that wait for a chat included."""
 _KEPT = 2  # processes of one template that wait for its next chat, at most
@@ -177,7 +174,7 @@ class _Cage:
 
     def is_ours(self) -> bool:
         """Return True if it runs and is not that of a process from which this one was forked."""
-        return self._owner == os.getpid() and self._process is not None and _runs(self._process)
+        return self._owner == os.getpid() and self._process is not None and runs(self._process)
 
     def end(self) -> None:
         """End the process; after a fork only close the pipes to it."""
@@ -186,13 +183,11 @@ class _Cage:
         if process is None:
             return
         if self._owner == os.getpid():
-            _kill(process)
+            kill(process)
             process.wait()
         else:
             process.returncode = 0  # another process waits for it
-        for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):
-                cast(FileIO, pipe).close()
+        close_pipes(process)
 
     def __del__(self) -> None:
         self.end()
@@ -200,23 +195,16 @@ class _Cage:
     def _exchange(self, question: bytes | None, deadline: float) -> Any:
         """Sends a question, if any, and returns the answer; None if there is none in time."""
         process = cast("subprocess.Popen[bytes]", self._process)
-        clock = threading.Timer(max(deadline - time.monotonic(), 0), _kill, (process,))
-        clock.daemon = True
-        clock.start()
+        # A character takes six bytes at most, written as an escape.
+        most = 6 * self.limits.text_characters + (1 << 20)
         try:
-            if question is not None:
-                caged.send(cast(FileIO, process.stdin), question)
-            # A character takes six bytes at most, written as an escape.
-            most = 6 * self.limits.text_characters + (1 << 20)
-            data = caged.receive(cast(FileIO, process.stdout), most)
+            data = exchanged(process, question, deadline, most)
             return None if data is None else caged.unpacked(data)
-        except _SILENT:
+        except SILENT:
             return None
         except BaseException:  # an interrupt: its answer would be taken for that of the next chat
             self.end()
             raise
-        finally:
-            clock.cancel()
 
 
 _POOL = _Pool()
@@ -225,38 +213,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_POOL.end)
 
 
-def _runs(process: subprocess.Popen[bytes]) -> bool:
-    """Return whether it has not ended; its number stays its own until somebody waits for it."""
-    if process.returncode is not None or not hasattr(os, "waitid"):
-        return process.poll() is None
-    try:
-        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:
-        return False
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it may have started, which is the group that it leads."""
-    if process.returncode is not None:  # its number may be another's by now
-        return
-    if hasattr(os, "killpg"):
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-
-
 def _started() -> subprocess.Popen[bytes]:
     found = {str(Path(str(module.__file__)).parent.parent) for module in (jinja2, markupsafe)}
-    # Isolated: neither the folder, nor variables, nor packages of the user are imported from.
-    line = [sys.executable, "-I", "-S", str(caged.__file__), *sorted(found)]
-    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
     try:
-        # In a session of its own Ctrl-C in the terminal does not reach it. Its pipes have no
-        # buffer: that has a lock, and a process that is forked while another thread holds the lock
-        # could never close the pipe.
-        return subprocess.Popen(
-            line, bufsize=0, stdin=pipe, stdout=pipe, stderr=nothing, start_new_session=True
-        )
+        # Isolated: neither the folder, nor variables, nor packages of the user are imported from.
+        return started([sys.executable, "-I", "-S", str(caged.__file__), *sorted(found)])
     except OSError as error:
         raise _no_process(error) from error
 

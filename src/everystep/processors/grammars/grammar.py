@@ -11,6 +11,7 @@ import numpy as np
 
 from everystep.errors import RequestError, UnsupportedError
 from everystep.processors.grammars.source import GrammarSource
+from everystep.processors.grammars.trials import trials_held
 from everystep.processors.grammars.vocabulary import GrammarVocabulary, library
 
 # What a grammar may cost: about 20 ms to begin with, 15 ms for a step, and 100 MB of states.
@@ -45,8 +46,16 @@ class Grammar:
         return words
 
 
-@lru_cache(maxsize=64)
 def compiled(source: GrammarSource, vocabulary: GrammarVocabulary) -> Grammar:
+    """Return the grammar, compiled or remembered, after its trial where one is held; RequestError,
+    which names the place, if it is none or is too dear."""
+    trials = trials_held()
+    if trials is not None and not trials.require(source, vocabulary):
+        return compile_grammar(source, vocabulary)
+    return _remembered(source, vocabulary)
+
+
+def compile_grammar(source: GrammarSource, vocabulary: GrammarVocabulary) -> Grammar:
     """Compile the grammar; RequestError, which names the place, if it is none or is too dear."""
     made = library()
     limits = made.LLParserLimits(**_LIMITS)
@@ -62,6 +71,9 @@ def compiled(source: GrammarSource, vocabulary: GrammarVocabulary) -> Grammar:
         )
     require_sound(first, source)
     return Grammar(source, vocabulary, matcher)
+
+
+_remembered = lru_cache(maxsize=64)(compile_grammar)
 
 
 def _written(made: Any, source: GrammarSource) -> str:

@@ -64,6 +64,16 @@ def read_source(kind: Kind, value: Any) -> GrammarSource:
     return GrammarSource(kind, text)
 
 
+def plain_value(value: object) -> object:
+    """Return a value that JSON has a place for as it is, but a mapping as its text."""
+    if not isinstance(value, Mapping):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError("schema cannot be written as JSON", got=error) from error
+
+
 def _require_short(kind: Kind, text: str) -> None:
     if len(text) > LONGEST[kind]:
         raise RequestError(
@@ -80,11 +90,7 @@ def _schema_text(value: Any) -> str:
     named = getattr(value, "model_json_schema", None)
     if callable(named):
         value = named()
-    if isinstance(value, Mapping):
-        try:
-            value = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise RequestError("schema cannot be written as JSON", got=error) from error
+    value = plain_value(value)
     if not isinstance(value, str):
         raise RequestError(
             "schema is of another kind",

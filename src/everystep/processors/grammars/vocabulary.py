@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import tokenizers
 
 from everystep.errors import MissingExtraError, UnsupportedError
-from everystep.text import Spelling
+from everystep.text.native import native_call
+from everystep.text.pieces import Spelling
+
+_NUMBERS = count()
 
 
 def library() -> Any:
@@ -28,11 +32,14 @@ class GrammarVocabulary:
 
     What really ends a text differs from request to request, so that grammars know none of it; the
     mask allows the further id where a text may end. Ids without a token have no bytes, and no
-    grammar allows them. A grammar in the syntax of Lark may name special ids.
+    grammar allows them. A grammar in the syntax of Lark may name special ids. `number`: which no
+    other vocabulary of the process has.
     """
 
     size: int
+    spelled: SpelledTokens = field(repr=False)
     table: Any = field(repr=False)
+    number: int = field(default_factory=lambda: next(_NUMBERS), init=False)
 
     @property
     def end(self) -> int:
@@ -76,20 +83,46 @@ def _special(backend: tokenizers.Tokenizer, named: frozenset[int]) -> frozenset[
 @lru_cache(maxsize=8)
 def _made(spelling: Spelling, named: frozenset[int], size: int, known: int) -> GrammarVocabulary:
     special = _special(spelling.backend, named)
-    spelled = _Spelled(
-        spelling.backend,
-        [_name(spelling.backend, id) if id in special else spelling(id) for id in range(size)],
-        sorted(id for id in special if id < size),
-    )
+    tokens = [_name(spelling.backend, id) if id in special else spelling(id) for id in range(size)]
+    listed = sorted(id for id in special if id < size)
+    return _tabled(SpelledTokens(spelling.backend, tokens, listed))
+
+
+def _tabled(spelled: SpelledTokens) -> GrammarVocabulary:
     made = library()
-    return GrammarVocabulary(size, made.LLTokenizer(made.TokenizerWrapper(spelled)))
+    table = made.LLTokenizer(made.TokenizerWrapper(spelled))
+    return GrammarVocabulary(spelled.eos_token_id, spelled, table)
+
+
+def packed_vocabulary(vocabulary: GrammarVocabulary) -> dict[str, Any]:
+    """Return a vocabulary as plain values, from which another process makes one that is equal."""
+    spelled = vocabulary.spelled
+    tokens = spelled.tokens[:-1]
+    with native_call("the tokenizer cannot be written"):
+        backend = spelled.backend.to_str()
+    return {
+        "backend": backend,
+        "bytes": b"".join(tokens).decode("latin-1"),
+        "lengths": [len(one) for one in tokens],
+        "special": spelled.special_token_ids[:-1],
+    }
+
+
+def unpacked_vocabulary(told: dict[str, Any]) -> GrammarVocabulary:
+    """Return the vocabulary that was packed."""
+    whole, tokens, place = told["bytes"].encode("latin-1"), list[bytes](), 0
+    for length in told["lengths"]:
+        tokens.append(whole[place : place + length])
+        place += length
+    backend = tokenizers.Tokenizer.from_str(told["backend"])
+    return _tabled(SpelledTokens(backend, tokens, told["special"]))
 
 
 def _name(backend: tokenizers.Tokenizer, id: int) -> bytes:
     return (backend.id_to_token(id) or "").encode()
 
 
-class _Spelled:
+class SpelledTokens:
     """A tokenizer as the library asks for it."""
 
     bos_token_id = None
@@ -97,7 +130,7 @@ class _Spelled:
     def __init__(
         self, backend: tokenizers.Tokenizer, tokens: list[bytes], special: list[int]
     ) -> None:
-        self._backend = backend
+        self.backend = backend
         self.tokens = [*tokens, b"<the text may end>"]
         self.eos_token_id = len(tokens)
         self.special_token_ids = [*special, self.eos_token_id]
@@ -105,5 +138,5 @@ class _Spelled:
     def __call__(self, text: str) -> list[int]:
         if not isinstance(text, str):
             raise TypeError("text is wanted")
-        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
         return [id for id in encoded.ids if id < self.eos_token_id]

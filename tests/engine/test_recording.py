@@ -1,17 +1,21 @@
-"""Summaries of scores, beside torch's; the best of a row, with nan, ties and ruled out tokens."""
+"""Summaries of scores, beside torch's; the best of a row, with nan, ties and ruled out tokens;
+what is recorded of rows of which an executor lists the best."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import everystep as es
-from everystep.engine.recording import Summary, best_of
+from everystep.api.model import LanguageModel
+from everystep.engine.recorded_scores import HeldScores, Summary, best_of
 from everystep.records import read_record
 from everystep.testing.models import tiny_llama
+from everystep.types import Scores
 
 
 def scores(size: int, seed: int, ruled_out: float) -> np.ndarray:
@@ -33,7 +37,7 @@ def test_summaries_and_the_best_are_those_of_torch(size: int, ruled_out: float) 
         assert found.total == pytest.approx(float(plain.logsumexp(-1)), abs=1e-5)
         assert found.entropy == pytest.approx(float(-(own.exp() * own).sum()), abs=1e-4)
         token = int(plain.argmax())
-        low, high = found.part(row, token)
+        low, high = HeldScores.of(Scores.of(torch.from_numpy(row)[None])).part(0, token)
         share = plain.softmax(-1)
         assert low == pytest.approx(float(share[:token].sum()), abs=1e-5)
         assert high - low == pytest.approx(float(share[token]), abs=1e-5)
@@ -66,3 +70,52 @@ def test_a_record_says_where_its_prompt_begins_and_which_drafts_were_right(tmp_p
             rights.append(draft.right)
         place += max((len(child.ids) for child in step.children), default=0)
     assert place == len(said) and 0 in rights and max(rights) > 0
+
+
+WIDE: dict[str, dict[str, object]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 20, "seed": 3},
+    "top_p": {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 0, "seed": 4},
+    "penalty": {"repetition_penalty": 1.3},
+    "beams": {"num_beams": 3, "num_return_sequences": 3},
+    "drafted": {"prompt_lookup_num_tokens": 3, "num_assistant_tokens_schedule": "constant"},
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_natively_a_record_has_whole_rows_where_the_best_decide(name: str, tmp_path: Path) -> None:
+    """What is chosen from are the executor's lists, as without a record; what is told of the rows
+    is what whole rows say."""
+    size, prompt, file = 6000, [5, 6, 7, 5, 6, 7, 5], tmp_path / "a.jsonl"
+    model = tiny_llama(seed=3, vocab_size=size, dtype=torch.float32)
+    native = LanguageModel(model.core, executor="native")
+    given: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": 99, **WIDE[name]}
+    given["return_dict_in_generate"] = True
+    plain = es.generate(native, None, prompt, **given)
+    found = es.generate(native, None, prompt, **given, record=file)
+    outs = found if isinstance(found, list) else [found]
+    alone = plain if isinstance(plain, list) else [plain]
+    assert [one.tokens for one in outs] == [one.tokens for one in alone]
+    (run,) = read_record(file).runs.values()
+    if name == "beams":
+        return
+    tokens = [*prompt, *outs[0].tokens]
+    logits = model(torch.tensor([tokens])).logits[0].float()
+    for at, row in sorted(run.rows().items()):
+        whole = logits[len(prompt) - 1 + at].double()
+        values = torch.tensor(row.logits, dtype=torch.float64)
+        assert torch.allclose(values, whole[[*row.ids]], atol=1e-3)
+        assert {*whole.topk(9).indices.tolist()} <= {*row.ids}
+        assert row.totals[0] == pytest.approx(float(whole.logsumexp(0)), abs=1e-3)
+        logs = whole.log_softmax(0)
+        assert row.entropies[0] == pytest.approx(float(-(logs.exp() * logs).sum()), abs=1e-3)
+        (end,) = row.ends
+        assert end.logit == pytest.approx(float(whole[99]), abs=1e-3)
+        if name == "sampled":
+            heat, top = row.stages
+            assert (heat.removed, top.removed) == (0, size - 20)
+            assert sum(value is not None for value in top.values) >= 10
+            assert end.score is not None or end.rank == 20
+        if name == "greedy":
+            assert abs(end.rank - int((whole > whole[99]).sum())) <= 2
+            assert row.ranks == (0, 0) and row.stages == ()

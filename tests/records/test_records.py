@@ -273,3 +273,45 @@ def test_a_place_where_no_file_can_be_is_refused_at_once(tmp_path: Path) -> None
         RecordWriter(tmp_path / "none" / "a")
     with pytest.raises(RequestError):
         RecordWriter(5)  # type: ignore[arg-type]
+
+
+def test_what_is_handed_over_is_written_in_order_and_few_rows_are_held(tmp_path: Path) -> None:
+    one, gate, order = RecordWriter(tmp_path / "a.jsonl"), threading.Event(), list[int]()
+    name = one.begin("model", "none")
+
+    def write(number: int) -> None:
+        gate.wait()
+        order.append(number)
+        one.write([{**STEP, "run": name, "step": number}])
+
+    handed = threading.Event()
+
+    def hand_over() -> None:
+        for number in range(8):
+            one.later(lambda number=number: write(number), writer.MOST_HELD // 4)  # type: ignore[misc]
+        handed.set()
+
+    caller = threading.Thread(target=hand_over)
+    caller.start()
+    assert not handed.wait(0.2)  # it waits for the first ones
+    gate.set()
+    caller.join()
+    one.flush()
+    assert order == [*range(8)]
+    steps = [
+        line["step"]
+        for line in map(json.loads, (tmp_path / "a.jsonl").read_text().splitlines())
+        if "step" in line
+    ]
+    assert steps == order
+
+
+def test_an_error_beside_the_steps_ends_the_record_alone(tmp_path: Path) -> None:
+    one = RecordWriter(tmp_path / "a.jsonl")
+    one.begin("model", "none")
+    with pytest.warns(UserWarning, match="stops here"):
+        one.later(lambda: one.write([{"what": object()}]))
+        one.flush()
+    one.later(lambda: one.write([RUN]))
+    one.flush()
+    assert (tmp_path / "a.jsonl").read_text().count("\n") == 1

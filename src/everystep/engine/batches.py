@@ -18,6 +18,7 @@ from torch import Tensor
 from everystep.engine.decided import chosen_by, picked_by
 from everystep.engine.feed import Feeds, columns_of
 from everystep.engine.layout import Layout, laid_out
+from everystep.engine.recorded_scores import candidates_of
 from everystep.engine.rejection import judged
 from everystep.engine.sequels import Sequels
 from everystep.processors.guidance import guided
@@ -71,8 +72,6 @@ def best_needed(request: Request, vocabulary: int) -> int:
     likelihoods = wants.logprobs is not None or wants.prompt_logprobs is not None
     if request.readout is not None or wants.history or likelihoods or request.verification.reads:
         return 0
-    if request.watcher is not None:
-        return 0
     if any({"scores", "logits"} & {*hook.reads} for hook in request.hooks):
         return 0
     if not request.processors:
@@ -83,6 +82,8 @@ def best_needed(request: Request, vocabulary: int) -> int:
         count = best_read(request.processors, vocabulary)
     else:
         count = 0
+    if count and request.watcher is not None:
+        count = max(count, min(candidates_of(request), MOST_BEST))
     return count if count <= MOST_BEST else 0
 
 
@@ -341,12 +342,27 @@ def _read(
     `rows`: of the sequences, then of their companions, (R,) rows of the output.
     """
     if groups[0].best and output.best is not None:
+        best, most = output.best, max([group.best for group in groups])
+        if any(group.request.watcher is not None for group in groups):
+            return _with_rows(best, rows[0], most, output)
         # Slicing a tensor is one of the dearest lines of a small step.
         logits = output.logits[:0] if feeds.wanted else output.logits
-        return logits, _best(output.best, rows[0], max([group.best for group in groups]))
+        return logits, _best(best, rows[0], most)
     logits = _take(output.logits, rows[0])
+    if any(group.request.watcher is not None for group in groups):
+        logits = logits.clone()  # a record is written while the next step may fill its buffers
     totals = None if output.totals is None else output.totals[torch.tensor(rows[0])]
     return logits, Scores.of(logits, totals)
+
+
+def _with_rows(
+    best: Scores, rows: list[int], most: int, output: StepOutput
+) -> tuple[Tensor, Scores]:
+    """(R, V) logits and the `most` best of rows that are watched: what is chosen from is what would
+    be chosen from otherwise."""
+    whole = best.whole().values if output.best_rows is None else output.best_rows
+    listed = _best(replace(best, read=lambda some: whole[some]), rows, most)
+    return _take(whole, rows), listed
 
 
 def _early(layout: Layout, output: StepOutput, feeds: Feeds) -> Tensor | None:

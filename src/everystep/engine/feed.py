@@ -252,6 +252,7 @@ class Feeds:
             pasts=pasts,
             best=np.array(best, dtype=np.int64) if self.wanted_best else None,
             totals="log_probs" in [one.request.strategy.reads.scores for one in self.ready],
+            whole=any(one.best and one.request.watcher is not None for one in self.ready),
         )
 
 

@@ -10,32 +10,30 @@ from __future__ import annotations
 import base64
 import json
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from everystep.adapters import Adapter, vectors_of
 from everystep.config import Effective
 from everystep.draws import SeededDraws
+from everystep.engine.recorded_scores import HeldScores, candidates_of
 from everystep.engine.watching import StepRecord, WatchedStep
 from everystep.errors import NOBODYS, EverystepError
 from everystep.processors.base import UserProcessor
 from everystep.processors.grammars.mask import GrammarMask
-from everystep.records import Line, RecordWriter, exact, spelled
+from everystep.processors.warpers import TemperatureLogitsWarper
+from everystep.records import Line, RecordWriter, exact, exact_all, spelled
 from everystep.stops.ends import EosToken
 from everystep.text import Spelling
-from everystep.types import Event, Prompt, Request
+from everystep.types import Event, Prompt, Request, Scores
 from everystep.types.protocols import Processor
 from everystep.types.request import places_of
 
-BEST = 10
-"""Candidates of a choice that are recorded before and after every stage, at least."""
-_MOST_BEST = 66
-_BLOCK = 64
 _MOST_VALUE = 4000
 """Characters of a value of the configuration as JSON, at most."""
 _MOST_PROMPT = 100_000
@@ -59,6 +57,7 @@ class RunRecorder:
     spell: Spell | None
     _names: dict[str, str] = field(default_factory=dict)
     _last: dict[str, int] = field(default_factory=dict)
+    _written: dict[str, int] = field(default_factory=dict)
     _lengths: dict[tuple[str, int], int] = field(default_factory=dict)
 
     @classmethod
@@ -88,38 +87,47 @@ class RunRecorder:
         return cls(writer, digests, about, spell)
 
     def __call__(self, step: WatchedStep) -> None:
-        """Write a step, what became final in it, and what ended; an error ends the record alone."""
-        if step.number <= self._last.get(step.request.request_id, 0):
+        """Write a step, what became final in it, and what ended, beside the steps that follow; an
+        error ends the record alone."""
+        request, number = step.request.request_id, step.number
+        if number <= self._last.get(request, 0):
             return  # told again after an interrupt
         try:
-            self._write(step)
+            seen = StepSeen.of(step)
         except NOBODYS:
             raise
         except Exception as error:
             self.writer.stop(error)
-
-    def _write(self, step: WatchedStep) -> None:
-        request = step.request.request_id
-        lines = [*self._begun(request)]
-        name = self._names[request]
-        made = self._step(name, step)
-        lines += [*self._spelling(made), made] if made else []
-        lines += self._tokens(name, step.events)
-        self.writer.write(lines)
-        self._last[request] = step.number
+            return
+        self.writer.later(partial(self._write, seen), 1 + seen.size)
+        self._last[request] = number
         if any(event.finish is not None for event in step.events):
             self.writer.flush()
 
+    def _write(self, seen: StepSeen) -> None:
+        if seen.number <= self._written.get(seen.request, 0):
+            return  # an interrupt came after it was handed over
+        self._written[seen.request] = seen.number
+        lines = [*self._begun(seen.request)]
+        name = self._names[seen.request]
+        if made := seen.line(name):
+            lines += [*self._spelling(made), made]
+        lines += self._tokens(name, seen.events)
+        self.writer.write(lines)
+
     def begin(self, request: str) -> None:
         """Write the first lines of a run, unless they are there."""
+        self.writer.settle()
         self.writer.write([*self._begun(request)])
 
     def name(self, request: str) -> str | None:
         """Return the name that a run has in the record; None before its first line."""
+        self.writer.settle()
         return self._names.get(request)
 
     def edited(self, request: str, at: int, tokens: list[int], given: list[int]) -> None:
         """Write that other ids stand after the prompt from now on; the first `at` are as before."""
+        self.writer.settle()
         lines = [*self._begun(request)]
         at = min(at, self._lengths.get((request, 0), 0))
         own = tokens[at:]
@@ -129,6 +137,7 @@ class RunRecorder:
 
     def changed(self, request: str, at: int, changes: Mapping[str, object]) -> None:
         """Write that other values hold from the choice after `at` tokens on."""
+        self.writer.settle()
         said = {name: _simple(value) for name, value in changes.items()}
         lines = [*self._begun(request)]
         line = {"type": "set", "run": self._names[request], "at": at, "values": said}
@@ -136,6 +145,7 @@ class RunRecorder:
 
     def forked(self, parent: str, request: str) -> None:
         """Write that a run goes on from another one."""
+        self.writer.settle()
         lines = [*self._begun(parent)]
         name = self._names[request] = self.writer.begin(*self.digests)
         fork = {"type": "fork", "run": name, "parent": self._names[parent]}
@@ -192,194 +202,271 @@ class RunRecorder:
                     said = {"kind": end.kind, "matched": _plain(end.matched), "length": length}
                     yield {"type": "end", "run": name, "index": index, **said}
 
-    # --- steps ------------------------------------------------------------------------------------
 
-    def _step(self, name: str, step: WatchedStep) -> dict[str, object]:
-        """Return the line of a step; empty where nothing was fed or chosen."""
-        if step.record is None and not step.fed:
+@dataclass(frozen=True, slots=True, eq=False)
+class StepSeen:
+    """A step of a request as its record has it, none of which later steps change."""
+
+    request: str
+    number: int
+    chosen: ChosenRows | None
+    events: tuple[Event, ...]
+    fed: tuple[tuple[int, int, int], ...]
+    seconds: Mapping[str, float]
+    beside: int
+
+    @classmethod
+    def of(cls, step: WatchedStep) -> StepSeen:
+        """Take what is recorded of a step."""
+        chosen = None if step.record is None else ChosenRows.of(step.record, step.place)
+        told = step.events, step.fed, step.seconds, step.beside
+        return cls(step.request.request_id, step.number, chosen, *told)
+
+    @property
+    def size(self) -> int:
+        """The number of rows that it holds."""
+        return 0 if self.chosen is None else len(self.chosen.rows)
+
+    def line(self, name: str) -> dict[str, object]:
+        """Return the line of the step; empty where nothing was fed or chosen."""
+        if self.chosen is None and not self.fed:
             return {}
-        line: dict[str, object] = {"type": "step", "run": name, "step": step.number}
-        if step.record is not None:
-            chosen = ChosenRows.of(step.record, step.place)
-            line["rows"] = [row for row in map(chosen.row, range(len(chosen.rows))) if row]
-            line["children"] = chosen.children()
-            if drafts := chosen.drafts():
-                line["drafts"] = drafts
-        line["fed"] = [list(one) for one in step.fed]
-        line["seconds"] = {phase: round(one, 7) for phase, one in step.seconds.items()}
-        line["beside"] = step.beside
+        line: dict[str, object] = {"type": "step", "run": name, "step": self.number}
+        if self.chosen is not None:
+            line["rows"] = [self.chosen.row(row) for row in self.chosen.rows]
+            line["children"] = self.chosen.children
+            if self.chosen.drafts:
+                line["drafts"] = self.chosen.drafts
+        line["fed"] = [list(one) for one in self.fed]
+        line["seconds"] = {phase: round(one, 7) for phase, one in self.seconds.items()}
+        line["beside"] = self.beside
         return line
 
 
-class RowPlace(NamedTuple):
-    """A row that led to tokens: its number, its sequence, and how many drafted ids it follows."""
+class StageOfRow(NamedTuple):
+    """The scores that a stage left: its name, and the number of a row among them."""
 
+    name: str
+    scores: Scores
     number: int
-    sequence: int
-    place: int
+    processor: Processor | None = None
 
 
-@dataclass(slots=True, eq=False)
-class ChosenRows:
-    """The rows of one request in the record of a step, as numbers on the host.
+@dataclass(frozen=True, slots=True)
+class RowSeen:
+    """A row that led to tokens, as it was in its step.
 
-    `before`, `after`: (R, V) logits, and the scores that were chosen from. `born`: of each sequence
-    its children, as indices. `numbers`: (R,) what was drawn, None without a draw that can be told.
+    `number`: among the rows of the step. `of`, `at`, `score`: as in a record. `tokens`: one of each
+    child, here. `draft`: the id that was drafted here, if one was. `drawn`: what was drawn.
     """
 
-    record: StepRecord
+    number: int
+    of: int
+    at: int
+    score: float
+    tokens: list[int]
+    draft: int | None
+    drawn: float | None
+    stages: list[StageOfRow]
+
+
+class HeldOfStep:
+    """The scores of a step on the host, held once for the watchers of all its requests.
+
+    `members`: the sequences of each group; `born`: the children of each sequence; `drawn`: what was
+    drawn in each row, where that can be told.
+    """
+
+    def __init__(self, record: StepRecord) -> None:
+        self.scored = record.scored
+        self._lock = threading.Lock()
+        self._held: dict[int, HeldScores] = {}
+        self.drawn = _drawn(record)
+        self.members: dict[int, list[int]] = {}
+        for s, g in enumerate(record.scored.layout.group_of):
+            self.members.setdefault(g, []).append(s)
+        self.born: list[list[int]] = [[] for _ in record.scored.layout.sequences]
+        for child, parent in enumerate(record.children.parent.tolist()):
+            self.born[parent].append(child)
+
+    @classmethod
+    def of(cls, record: StepRecord) -> HeldOfStep:
+        """Return what is held of a step, made for the first that asks."""
+        found = record.notes.get("held")
+        if not isinstance(found, HeldOfStep):
+            found = record.notes["held"] = cls(record)
+        return found
+
+    def scores(self, scores: Scores) -> HeldScores:
+        """Return some scores of the step on the host."""
+        with self._lock:
+            if (held := self._held.get(id(scores))) is None:
+                held = self._held[id(scores)] = HeldScores.of(scores)
+                if scores is self.scored.given and scores.tokens is not None:
+                    held.know(self.scored.logits)
+            return held
+
+
+def _drawn(record: StepRecord) -> list[float] | None:
+    """Return the number that was drawn in each row of a step; None without draws that can be
+    told."""
+    one, own = record.scored.groups[0].request, record.scored.batch.sequences
+    told = one.strategy.reads.number and isinstance(one.draws, SeededDraws)
+    if not told or record.scored.offered is not record.scored.scores:
+        return None
+    position = np.array([sequence.length for sequence in own], dtype=np.uint64)
+    places = places_of(own, position, np.zeros(len(own), np.int64), 1)
+    found: list[float] = one.draws.uniform("choice", places)[:, 0].tolist()
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChosenRows:
+    """The choices of a step for one request, as they were: later steps change nothing of it.
+
+    `rows`: those that led to tokens. `children`, `drafts`: as in a record.
+    """
+
     request: Request
-    rows: list[RowPlace]
-    born: dict[int, list[int]]
-    before: np.ndarray
-    after: np.ndarray
-    numbers: list[float] | None
+    rows: list[RowSeen]
+    children: list[list[object]]
+    drafts: list[list[object]]
+    held: HeldOfStep
 
     @classmethod
     def of(cls, record: StepRecord, place: int) -> ChosenRows:
-        """Take the rows of the group at this place."""
+        """Take what the step did with the group at this place."""
         scored, children, layout = record.scored, record.children, record.scored.layout
-        request = scored.groups[place].request
-        members = [s for s, g in enumerate(layout.group_of) if g == place]
-        born: dict[int, list[int]] = {s: [] for s in members}
-        for child, parent in enumerate(children.parent.tolist()):
-            if parent in born:
-                born[parent].append(child)
-        rows = []
-        for s in members:
+        request, held = scored.groups[place].request, HeldOfStep.of(record)
+        rows: list[RowSeen] = []
+        said: list[list[object]] = []
+        drafts: list[list[object]] = []
+        for s in held.members[place]:
+            own = held.born[s]
+            ids = [children.tokens[child, : children.counts[child]].tolist() for child in own]
             if layout.sequences[s].finish is None:
-                most = max([1, *children.counts[born[s]].tolist()])
-                rows += [RowPlace(layout.first[s] + i, s, i) for i in range(most)]
-        at = torch.tensor([row.number for row in rows], dtype=torch.int64)
-        at = at.to(scored.logits.device)
-        numbers = None
-        drawn = request.strategy.reads.number and isinstance(request.draws, SeededDraws)
-        if rows and drawn and scored.offered is scored.scores:
-            own = [scored.batch.sequences[row.number] for row in rows]
-            position = np.array([one.length for one in own], dtype=np.uint64)
-            places = places_of(own, position, np.zeros(len(own), np.int64), 1)
-            numbers = request.draws.uniform("choice", places)[:, 0].tolist()
-        before = scored.logits[at].cpu().numpy()
-        after = _on_host(scored.offered.select(at).whole().values)
-        return cls(record, request, rows, born, before, after, numbers)
+                rows += _rows_seen(record, s, ids, held.drawn)
+                said += _children(record, s, own, ids)
+            if len(draft := layout.drafts[s]):
+                right = max([_agreed(draft.tolist(), one) for one in ids], default=0)
+                drafts.append([layout.sequences[s].index, draft.tolist(), right])
+        return cls(request, rows, said, drafts, held)
 
-    def row(self, r: int) -> dict[str, object]:
+    def row(self, row: RowSeen) -> dict[str, object]:
         """Return what is recorded of a row."""
-        at, before, after = self.rows[r], self.before[r], self.after[r]
-        sequence = self.record.scored.layout.sequences[at.sequence]
-        stages = self._stages(r)
-        best = min(max(BEST, 2 * self.request.strategy.width + 2), _MOST_BEST, len(before))
-        ids = self._candidates(at, [before, *(values for _, values in stages)], best)
-        chosen = self._tokens(at)[:1]
-        places = np.array(ids, dtype=np.int64)
-        first, last = Summary.of(before), Summary.of(after)
+        held, scored, number = self.held.scores, self.held.scored, row.number
+        before, after = held(scored.given), held(scored.offered)
+        stages = self._stages(row)
+        ids = self._candidates(row, stages)
+        first, last = before.summary(number), after.summary(number)
         found: dict[str, object] = {
-            "of": sequence.index,
-            "at": sequence.visible - self.request.prompt_visible + at.place,
+            "of": row.of,
+            "at": row.at,
             "ids": ids,
-            "logits": [*map(exact, before[places].tolist())],
-            "stages": [*_told(before, stages, places)],
+            "logits": exact_all(before.values(number, ids)),
+            "stages": [*self._told(number, stages, ids)],
             "totals": [exact(first.total), exact(last.total)],
             "entropies": [exact(first.entropy), exact(last.entropy)],
         }
-        if sequence.score:
-            found["score"] = exact(sequence.score)
-        for token in chosen:
+        if row.score:
+            found["score"] = exact(row.score)
+        for token in row.tokens[:1]:
+            logit, score = before.value(number, token), after.value(number, token)
             found["chosen"] = token
-            found["origin"] = "forced" if last.possible == 1 else self._origin(at)
-            found["ranks"] = [_rank(before, token), _rank(after, token)]
-            found["surprise"] = exact(first.total - float(before[token]))
-            if self.numbers is not None:
-                found["draw"] = [self.numbers[r], *last.part(after, token)]
-        if ends := self._ends():
+            came = "drafted" if token == row.draft else "chosen"
+            found["origin"] = "forced" if last.possible == 1 else came
+            found["ranks"] = [before.rank(number, token, logit), after.rank(number, token, score)]
+            found["surprise"] = exact(first.total - logit)
+            if row.drawn is not None:
+                found["draw"] = [row.drawn, *after.part(number, token)]
+        if ends := [id for id in _ends(self.request) if id < before.scores.vocabulary]:
             found["ends"] = [
-                [id, exact(float(before[id])), exact(float(after[id])), _rank(after, id)]
+                [id, exact(before.value(number, id)), exact(score), after.rank(number, id, score)]
                 for id in ends
-                if id < len(before)
+                for score in [after.value(number, id)]
             ]
         return found
 
-    def _tokens(self, at: RowPlace) -> list[int]:
-        """Return the token at this place of each child of the row's sequence."""
-        children = self.record.children
-        return [
-            int(children.tokens[child, at.place])
-            for child in self.born[at.sequence]
-            if children.counts[child] > at.place
-        ]
-
-    def _stages(self, r: int) -> list[tuple[str, np.ndarray]]:
-        """Return the name and the scores (V,) after each stage of a row."""
-        scored, at, request = self.record.scored, self.rows[r], self.request
-        sequence = scored.layout.sequences[at.sequence]
-        noted = [] if scored.stages is None else scored.stages.of(
-            sequence, sequence.visible + at.place
-        )  # fmt: skip
-        names = iter(request.processors)
-        found = [
-            (name_of(next(names)) if name is None else name, _on_host(values))
-            for name, values in noted
-        ]
-        last = found[-1][1] if found else self.before[r]
-        left = self.after[r]
-        if scored.offered is not scored.scores:
-            row = torch.tensor([at.number], device=scored.scores.values.device)
-            left = _on_host(scored.scores.select(row).whole().values[0])
-        if not _equal(last, left):
-            found.append(("hooks" if request.hooks else "unknown", left))
-        if scored.offered is not scored.scores and not np.array_equal(left, self.after[r]):
-            found.append(("drafts", self.after[r]))
+    def _stages(self, row: RowSeen) -> list[StageOfRow]:
+        """Return what each stage left of a row, hooks and drafts among them."""
+        found, held, scored = [*row.stages], self.held.scores, self.held.scored
+        last = found[-1] if found else StageOfRow("", scored.given, row.number)
+        left, after = held(scored.scores), held(scored.offered)
+        if not held(last.scores).equals(last.number, left, row.number):
+            name = "hooks" if self.request.hooks else "unknown"
+            found.append(StageOfRow(name, scored.scores, row.number))
+        if not left.equals(row.number, after, row.number):
+            found.append(StageOfRow("drafts", scored.offered, row.number))
         return found
 
-    def _candidates(self, at: RowPlace, stages: list[np.ndarray], best: int) -> list[int]:
-        """Return the best ids before and after every stage, those of the children, and the ends."""
-        found: dict[int, None] = {}
-        for values in reversed(stages):
-            ids = best_of(values, best)
-            found |= dict.fromkeys(ids[values[ids] > -np.inf].tolist())
-        found |= dict.fromkeys(self._tokens(at))
-        return list(found)
+    def _candidates(self, row: RowSeen, stages: list[StageOfRow]) -> list[int]:
+        """Return the best ids before and after every stage, and those of the children."""
+        before, found = self.held.scores(self.held.scored.given), dict[int, None]()
+        best = min(candidates_of(self.request), before.scores.vocabulary)
+        for stage in reversed(stages):
+            found |= dict.fromkeys(self.held.scores(stage.scores).best(stage.number, best))
+        found |= dict.fromkeys(before.best(row.number, best))
+        return [*(found | dict.fromkeys(row.tokens))]
 
-    def _origin(self, at: RowPlace) -> str:
-        """Return how the token of a row came about, where others were possible."""
-        drafts = self.record.scored.layout.drafts[at.sequence]
-        agreed = at.place < len(drafts) and self._tokens(at)[:1] == [int(drafts[at.place])]
-        return "drafted" if agreed else "chosen"
+    def _told(self, number: int, stages: list[StageOfRow], ids: list[int]) -> Iterator[Line]:
+        """Yield the stages of a row with the values of its candidates."""
+        was, place = self.held.scores(self.held.scored.given), number
+        least = was.summary(number).least
+        for stage in stages:
+            now = self.held.scores(stage.scores)
+            least, removed = _lowered(least, stage), 0
+            if math.isfinite(least):
+                now.know_possible(stage.number, was.possible(place))
+            else:
+                removed = now.removed(stage.number, was, place)
+            values = exact_all(now.values(stage.number, ids))
+            yield {"name": stage.name, "removed": removed, "values": values}
+            was, place = now, stage.number
 
-    def _ends(self) -> list[int]:
-        """Return the ids that end a text of the request."""
-        stops = [one for one in self.request.stops if isinstance(one, EosToken)]
-        return [*dict.fromkeys(id for one in stops for id in one.ids)]
 
-    def children(self) -> list[list[object]]:
-        """Return every hypothesis that came out of the step."""
-        children, sequences = self.record.children, self.record.scored.layout.sequences
-        index = children.index
-        return [
-            [
-                sequences[parent].index,
-                sequences[parent].index if index is None else int(index[child]),
-                children.tokens[child, : children.counts[child]].tolist(),
-                exact(float(children.score[child])),
-                None if (end := children.finish[child]) is None else end.kind,
-            ]
-            for parent, own in self.born.items()
-            for child in own
-            if sequences[parent].finish is None
-        ]
+def _rows_seen(
+    record: StepRecord, s: int, ids: list[list[int]], drawn: list[float] | None
+) -> Iterator[RowSeen]:
+    """Yield the rows of a sequence that led to tokens; `ids`: those of its children."""
+    scored, layout = record.scored, record.scored.layout
+    sequence, draft, first = layout.sequences[s], layout.drafts[s], layout.first[s]
+    request = sequence.request
+    start = sequence.visible - request.prompt_visible
+    for i in range(max([1, *map(len, ids)])):
+        noted = [] if scored.stages is None else scored.stages.of(sequence, sequence.visible + i)
+        processors, stages = iter(request.processors), []
+        for name, scores, number in noted:
+            one = None if name is not None else next(processors)
+            said = str(name) if one is None else name_of(one)
+            stages.append(StageOfRow(said, scores, number, one))
+        yield RowSeen(
+            number=first + i,
+            of=sequence.index,
+            at=start + i,
+            score=sequence.score,
+            tokens=[own[i] for own in ids if len(own) > i],
+            draft=int(draft[i]) if i < len(draft) else None,
+            drawn=None if drawn is None else drawn[first + i],
+            stages=stages,
+        )
 
-    def drafts(self) -> list[list[object]]:
-        """Return what was drafted after each sequence, and how many of these ids were right."""
-        children, layout = self.record.children, self.record.scored.layout
-        found: list[list[object]] = []
-        for s, own in self.born.items():
-            draft = layout.drafts[s]
-            if not len(draft):
-                continue
-            tokens = [children.tokens[c, : children.counts[c]] for c in own]
-            right = max((_agreed(draft, one) for one in tokens), default=0)
-            found.append([layout.sequences[s].index, draft.tolist(), right])
-        return found
+
+def _children(
+    record: StepRecord, s: int, own: list[int], ids: list[list[int]]
+) -> Iterator[list[object]]:
+    """Yield every hypothesis that came out of a sequence."""
+    children, parent = record.children, record.scored.layout.sequences[s].index
+    index = children.index
+    for child, tokens in zip(own, ids, strict=True):
+        end, score = children.finish[child], exact(float(children.score[child]))
+        place = parent if index is None else int(index[child])
+        yield [parent, place, tokens, score, None if end is None else end.kind]
+
+
+def _ends(request: Request) -> list[int]:
+    """Return the ids that end a text of the request."""
+    stops = [one for one in request.stops if isinstance(one, EosToken)]
+    return [*dict.fromkeys(id for one in stops for id in one.ids)]
 
 
 def _about(request: Request) -> dict[str, object]:
@@ -486,85 +573,21 @@ def name_of(processor: Processor) -> str:
     return str(getattr(inner, "__name__", type(inner).__name__))
 
 
-def _equal(one: np.ndarray, other: np.ndarray) -> bool:
-    """Return whether scores are equal, nan to nan."""
-    return np.array_equal(one, other) or np.array_equal(one, other, equal_nan=True)
+def _lowered(least: float, stage: StageOfRow) -> float:
+    """Return a bound below the possible scores after a stage that rules nothing out if it is
+    finite; -inf where that is not known."""
+    one = stage.processor
+    if isinstance(one, TemperatureLogitsWarper) and isinstance(one.temperature, float | int):
+        return float(np.float32(least / one.temperature))
+    return -math.inf
 
 
-def _on_host(scores: Tensor) -> np.ndarray:
-    """Return scores as float32."""
-    found: np.ndarray = scores.float().cpu().numpy()
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Three numbers about scores (V,) as a whole: the logarithm of the sum of their exponentials,
-    the entropy of their softmax in nats, and how many are possible."""
-
-    total: float
-    entropy: float
-    possible: int
-
-    @classmethod
-    def of(cls, scores: np.ndarray) -> Summary:
-        """Sum up scores, of which some may be -inf."""
-        ruled_out = scores == -np.inf
-        possible = len(scores) - int(np.count_nonzero(ruled_out))
-        if not possible:
-            return cls(-math.inf, 0.0, 0)
-        own = scores if possible == len(scores) else scores[~ruled_out]
-        most = own.max()
-        if not np.isfinite(most):
-            return cls(float(most), math.nan, possible)
-        below = own - most
-        weights = np.exp(below)
-        mass = float(weights.sum(dtype=np.float64))
-        mean = float(np.dot(weights, below)) / mass
-        return cls(float(most) + math.log(mass), max(math.log(mass) - mean, 0.0), possible)
-
-    def part(self, scores: np.ndarray, token: int) -> tuple[float, float]:
-        """Return the part of (0, 1) that leads to a token, where shares are in the order of ids."""
-        shares = np.exp(scores[: token + 1].astype(np.float64) - self.total)
-        return float(shares[:-1].sum()), float(shares.sum())
-
-
-def best_of(scores: np.ndarray, count: int) -> np.ndarray:
-    """Return the ids of the best scores (V,), best first."""
-    columns = len(scores) // _BLOCK
-    if columns > count * 2:  # the best are in the columns whose best are the best
-        tops = scores[: columns * _BLOCK].reshape(_BLOCK, columns).max(axis=0)
-        best = np.argpartition(tops, -count)[-count:]
-        near = (np.arange(_BLOCK)[:, None] * columns + best).reshape(-1)
-        near = np.concatenate([near, np.arange(columns * _BLOCK, len(scores))])
-    else:
-        near = np.arange(len(scores))
-    order = np.lexsort((near, -scores[near]))
-    found: np.ndarray = near[order[:count]]
-    return found
-
-
-def _told(
-    before: np.ndarray, stages: list[tuple[str, np.ndarray]], at: np.ndarray
-) -> Iterator[Line]:
-    """Yield the stages of a row with the values of its candidates."""
-    possible = before != -np.inf
-    for name, after in stages:
-        removed = int(np.count_nonzero(possible & (after == -np.inf)))
-        yield {"name": name, "removed": removed, "values": [*map(exact, after[at].tolist())]}
-        possible = after != -np.inf
-
-
-def _rank(scores: np.ndarray, token: int) -> int:
-    """Return how many tokens have a higher score."""
-    return int(np.count_nonzero(scores > scores[token]))
-
-
-def _agreed(draft: np.ndarray, tokens: np.ndarray) -> int:
+def _agreed(draft: list[int], tokens: list[int]) -> int:
     """Count the first ids of a draft that were chosen."""
-    shorter = min(len(draft), len(tokens))
-    wrong = np.flatnonzero(draft[:shorter] != tokens[:shorter])
-    return int(wrong[0]) if len(wrong) else shorter
+    pairs = zip(draft, tokens, strict=False)
+    return next(
+        (i for i, (one, other) in enumerate(pairs) if one != other), min(len(draft), len(tokens))
+    )
 
 
 def _plain(value: object) -> object:

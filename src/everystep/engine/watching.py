@@ -23,12 +23,13 @@ class StepRecord:
     """A look at what one kind of strategy saw and chose in one step; made only for observers.
 
     `captures`: of a sequence whose request wants its layers or attentions, by its index, the first
-    position fed and what was answered.
+    position fed and what was answered. `notes`: what watchers make of it, once for all of them.
     """
 
     scored: Scored
     children: Children
     captures: Mapping[int, tuple[int, Answer]]
+    notes: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
-from torch import Tensor
 
 from everystep.processors.base import LogitsProcessor
 from everystep.types import Rows, Scores, Sequence
+
+
+class NotedStage(NamedTuple):
+    """The scores that a stage left of some rows, the place of a row, and a readout's name."""
+
+    name: str | None
+    scores: Scores
+    row: int
 
 
 class Stages:
@@ -16,7 +26,7 @@ class Stages:
     """
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, int], list[tuple[str | None, Tensor]]] = {}
+        self._found: dict[tuple[int, int], list[NotedStage]] = {}
 
     def note(
         self,
@@ -32,18 +42,21 @@ class Stages:
         at = [r for r, one in enumerate(rows.sequences) if one.request.watcher is not None]
         if not at:
             return
-        chosen = rows.select(torch.tensor(at).numpy())
-        left = scores.select(torch.tensor(at, device=scores.values.device)).whole().values
+        chosen, left = rows, scores
+        if len(at) < len(rows.sequences) or scores.tokens is None:  # whole rows may be changed
+            chosen = rows.select(np.array(at))
+            left = scores.select(torch.tensor(at, device=scores.values.device))
         if waiting is not None:
-            left = waiting.process(chosen, left)
-        for one, length, values in zip(chosen.sequences, chosen.lengths, left, strict=True):
-            self._found.setdefault((id(one), int(length)), []).append((name, values))
+            left = Scores.of(waiting.process(chosen, left.values))
+        owners = zip(chosen.sequences, chosen.lengths.tolist(), strict=True)
+        for r, (one, length) in enumerate(owners):
+            self._found.setdefault((id(one), length), []).append(NotedStage(name, left, r))
 
     def begin(self, rows: Rows) -> None:
         """Forget what was noted of the rows, whose stages run once more."""
         for one, length in zip(rows.sequences, rows.lengths, strict=True):
             self._found.pop((id(one), int(length)), None)
 
-    def of(self, sequence: Sequence, length: int) -> list[tuple[str | None, Tensor]]:
-        """Return the names and scores (V,) of the stages of a row with so many visible ids."""
+    def of(self, sequence: Sequence, length: int) -> list[NotedStage]:
+        """Return the stages of a row with so many visible ids."""
         return self._found.get((id(sequence), length), [])

@@ -15,6 +15,7 @@ from everystep.records.reader import read_record as read_record
 from everystep.records.record_lines import VERSION as VERSION
 from everystep.records.record_lines import Line as Line
 from everystep.records.record_lines import exact as exact
+from everystep.records.record_lines import exact_all as exact_all
 from everystep.records.record_lines import spelled as spelled
 from everystep.records.redaction import redact_record as redact_record
 from everystep.records.writer import RecordWriter as RecordWriter

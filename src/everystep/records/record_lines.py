@@ -31,13 +31,20 @@ MOST_LINE = 2**20
 Line = Mapping[str, object]
 
 
+_ENCODE = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
+_INF = float("inf")
+
+
 def exact(value: float) -> float | str | None:
     """Return a number that float32 reads as this one; None for -inf, a name for inf and nan."""
-    if value == -float("inf"):
-        return None
-    if value != value or value == float("inf"):
-        return "inf" if value > 0 else "nan"
-    return float(f"{value:.9g}")
+    if -_INF < value < _INF:
+        return float("%.9g" % value)  # noqa: UP031 - a record makes some hundred in each step
+    return None if value < 0 else "inf" if value > 0 else "nan"
+
+
+def exact_all(values: list[float]) -> list[float | str | None]:
+    """Return such numbers of all values."""
+    return [float("%.9g" % one) if -_INF < one < _INF else exact(one) for one in values]  # noqa: UP031
 
 
 def spelled(text: bytes) -> str | dict[str, str]:
@@ -50,9 +57,9 @@ def spelled(text: bytes) -> str | dict[str, str]:
 
 def encoded(line: Line) -> bytes:
     """Return a line as bytes; one that is too long as a line that says so."""
-    data = json.dumps(line, separators=(",", ":"), allow_nan=False).encode()
+    data = _ENCODE(line).encode()
     if len(data) >= MOST_LINE:
         kinds = {name: line[name] for name in ("run", "step") if name in line}
         cut = {"type": "cut", **kinds, "what": line.get("type"), "bytes": len(data)}
-        data = json.dumps(cut, separators=(",", ":")).encode()
+        data = _ENCODE(cut).encode()
     return data + b"\n"

@@ -6,7 +6,9 @@ import gzip
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -18,7 +20,11 @@ from everystep.records.record_lines import VERSION, Line, encoded
 
 MOST_BYTES = 2**30
 """Bytes of a record at most, before compression; then one line says that the rest is left out."""
+MOST_HELD = 128
+"""Rows of scores that wait to be written at most, all steps together."""
 _BLOCK = 2**16
+_LEVEL = 4
+"""How hard gzip tries: level 6 takes twice the time for a twentieth of the bytes."""
 
 
 class RecordWriter:
@@ -39,6 +45,8 @@ class RecordWriter:
         self._bytes = 0
         self._stopped = False
         self._waiting: list[bytes] = []
+        self._beside: ThreadPoolExecutor | None = None
+        self._handed: deque[tuple[Future[None], int]] = deque()
         self._compressed = self.path.suffix == ".gz"
         weakref.finalize(self, _append_left, self.path, self._waiting)
 
@@ -67,10 +75,48 @@ class RecordWriter:
                 data = encoded({"type": "cut", "what": "the rest", "bytes": MOST_BYTES})
             self._waiting.append(data)
             if not self._compressed or sum(map(len, self._waiting)) > _BLOCK or self._stopped:
-                self.flush()
+                self._flush()
+
+    def later(self, write: Callable[[], None], size: int = 1) -> None:
+        """Call `write` beside the caller's own work, after what was handed over before; an error of
+        it ends the record.
+
+        `size`: how many rows of scores it holds; where many are held, the caller waits.
+        """
+        if self._stopped:
+            return
+        with self._lock:
+            if self._beside is None:
+                self._beside = ThreadPoolExecutor(1, "everystep-record")
+            self._handed.append((self._beside.submit(self._guarded, write), size))
+        while sum(size for _, size in self._handed) > MOST_HELD:
+            self._wait()
+
+    def _guarded(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:
+            self.stop(error)
+
+    def _wait(self) -> None:
+        """Wait for the first of what was handed over; an interrupt leaves it there."""
+        with suppress(IndexError):  # another thread was faster
+            first = self._handed[0]
+            first[0].result()
+            with suppress(ValueError):
+                self._handed.remove(first)
+
+    def settle(self) -> None:
+        """Wait until everything that was handed over is written."""
+        while self._handed:
+            self._wait()
 
     def flush(self) -> None:
-        """Let everything that was written be in the file."""
+        """Let everything that was handed over or written be in the file."""
+        self.settle()
+        self._flush()
+
+    def _flush(self) -> None:
         with self._lock:
             try:
                 _append_waiting(self.path, self._waiting)
@@ -114,5 +160,5 @@ def _append_waiting(path: Path, waiting: list[bytes]) -> None:
     if not data:
         return
     with path.open("ab", buffering=0) as file:
-        file.write(gzip.compress(data, 6, mtime=0) if path.suffix == ".gz" else data)
+        file.write(gzip.compress(data, _LEVEL, mtime=0) if path.suffix == ".gz" else data)
     waiting.clear()

@@ -149,7 +149,8 @@ class Work:
     plain feeds have none. `encoders` and `pasts` hold for rows allocated by this work: encoder
     states per row; what a row holds from the start. `best`: (F,) 0, or how many of the best logits
     feed f wants instead of whole rows, at most `MOST_BEST`; None for whole rows everywhere.
-    `totals`: whether the logarithms of the rows' sums of exponentials are wanted.
+    `totals`: whether the logarithms of the rows' sums of exponentials are wanted. `whole`: whether
+    the whole rows of those lists are wanted too, to be looked at; an executor may leave them out.
     """
 
     verbs: tuple[Verb, ...]
@@ -163,6 +164,7 @@ class Work:
     pasts: Mapping[int, Past] = field(default_factory=dict)
     best: np.ndarray | None = None
     totals: bool = False
+    whole: bool = False
 
     @property
     def offsets(self) -> np.ndarray:
@@ -178,10 +180,12 @@ class StepOutput:
     sum of their wanted counts. `best`: likewise of the feeds that want the best, as lists on the
     host, float32, best first, of equals the lowest id first, a nan above all; or None. `totals`:
     (R,) logarithms of the sums of exponentials, or None: then they are computed from the logits
-    where needed. `answers`: what feeds wanted beyond logits, by the index of the feed.
+    where needed. `best_rows`: (B, V) the whole rows of those lists, where the work wants them.
+    `answers`: what feeds wanted beyond logits, by the index of the feed.
     """
 
     logits: Tensor
     answers: Mapping[int, Answer] = field(default_factory=dict)
     best: Scores | None = None
     totals: Tensor | None = None
+    best_rows: Tensor | None = None

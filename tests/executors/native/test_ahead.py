@@ -127,7 +127,8 @@ class Walk:
     def _run(self) -> None:
         fed = [row for row in self.lengths if self.rng.random() < 0.9 or not self.lengths[row]]
         feeds = {row: (self.lengths[row], self._ids(row)) for row in fed}
-        work = work_of(feeds, self.verbs, pasts=self.pasts, totals=bool(self.rng.random() < 0.5))
+        totals, whole = (self.rng.random(2) < 0.5).tolist()
+        work = work_of(feeds, self.verbs, pasts=self.pasts, totals=totals, whole=whole)
         if fed and self.rng.random() < 0.1:
             work = replace(work, best=work.best * (np.arange(len(fed)) % 2))  # type: ignore[operator]
         found, wanted = self.ahead.run(work), self.judge.run(work)
@@ -145,6 +146,8 @@ class Walk:
             assert np.array_equal(found.best.totals, wanted.best.totals)  # type: ignore[arg-type]
         # Rows are read whole while threads are ahead, and also after the step that follows.
         rows = found.best.whole().values
+        assert (found.best_rows is None) == (not work.whole)
+        assert found.best_rows is None or torch.equal(found.best_rows, rows)
         assert torch.equal(rows, wanted.best.whole().values)
         assert torch.equal(rows.gather(1, found.best.tokens), found.best.values)
         if self.earlier is not None:

@@ -257,6 +257,7 @@ class NativeExecutor:
         if not rows:
             return StepOutput(logits, totals=totals), None
         hidden, values = torch.empty(rows, self._program.structure.width), torch.empty(rows, listed)
+        best_rows = torch.empty(rows, self.vocab_size) if work.whole else None
         best = Scores(
             values,
             torch.empty(rows, listed, dtype=torch.int64),
@@ -265,7 +266,7 @@ class NativeExecutor:
             totals=torch.empty(rows) if work.totals else None,
             read=partial(self._read_out, hidden),
         )
-        return StepOutput(logits, best=best, totals=totals), hidden
+        return StepOutput(logits, best=best, totals=totals, best_rows=best_rows), hidden
 
     def _step(
         self,
@@ -290,8 +291,8 @@ class NativeExecutor:
         if places is not None and self._program.structure.positions:
             learned = addressed(places.reshape(-1, len(work.tokens))[0].astype(np.int32))
         step.positions = learned and learned[1]
-        results = (room.logits, room.totals, listed)
-        step.logits, step.totals, step.best_hidden = map(_address, results)
+        results = (room.logits, room.totals, listed, room.best_rows)
+        step.logits, step.totals, step.best_hidden, step.best_logits = map(_address, results)
         step.early = step.early_rows = 0
         step.hidden = step.attentions = step.across_attentions = None
         if layers is not None:

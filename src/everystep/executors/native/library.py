@@ -173,7 +173,7 @@ class StepWork(Structure):
         ("most", c_int64),
         *((name, c_void_p) for name in ("logits", "totals")),
         *((name, c_void_p) for name in ("best_values", "best_tokens", "best_totals")),
-        *((name, c_void_p) for name in ("best_hidden", "hidden")),
+        *((name, c_void_p) for name in ("best_logits", "best_hidden", "hidden")),
         ("early", c_int64),
         *((name, c_void_p) for name in ("early_layers", "early_hidden")),
         ("early_rows", c_int64),

@@ -19,8 +19,8 @@ bool Guess::worth_it() {
     return ++passed_over_ % kBetweenTrials == 0;
 }
 
-const Work& Guess::after(const Work& work, int64_t width) {
-    width_ = width;
+const Work& Guess::after(const Work& work, int64_t width, int64_t vocabulary) {
+    width_ = width, vocabulary_ = vocabulary;
     const int64_t feeds = work.feeds;
     ids_.resize(feeds), starts_.resize(feeds), lines_.resize(feeds);
     int64_t stride = 0;
@@ -41,6 +41,7 @@ const Work& Guess::after(const Work& work, int64_t width) {
     ropes_.assign(work.rope, work.rope + work.ropes);
     values_.resize(feeds * work.most), tokens_.resize(feeds * work.most), totals_.resize(feeds);
     if (work.best_hidden) hidden_.resize(feeds * width);
+    if (work.best_logits) logits_.resize(feeds * vocabulary);
     ++made_;
     work_ = {};
     work_.tokens = work_.feeds = feeds;
@@ -52,6 +53,7 @@ const Work& Guess::after(const Work& work, int64_t width) {
     work_.best_values = values_.data(), work_.best_tokens = tokens_.data();
     work_.best_totals = work.best_totals ? totals_.data() : nullptr;
     work_.best_hidden = work.best_hidden ? hidden_.data() : nullptr;
+    work_.best_logits = work.best_logits ? logits_.data() : nullptr;
     if (work.across_rows) look_across(work);
     if (work.use_begins) use_adapters(work);
     if (work.states_kept) keep_states(work);
@@ -112,6 +114,7 @@ bool Guess::covers(const Work& asked) {
     if (!follows(asked) || asked.embeds || asked.deep || asked.copies) return false;
     if (asked.best_totals && !work_.best_totals) return false;
     if (asked.best_hidden && !work_.best_hidden) return false;
+    if (asked.best_logits && !work_.best_logits) return false;
     covered_.clear();
     int64_t mine = 0;
     for (int64_t feed = 0, token = 0; feed < asked.feeds; token += asked.counts[feed++]) {
@@ -159,6 +162,9 @@ void Guess::report(const Work& asked) const {
         if (asked.best_totals) asked.best_totals[feed] = totals_[mine];
         if (asked.best_hidden)
             std::copy_n(hidden_.data() + mine * width_, width_, asked.best_hidden + feed * width_);
+        if (asked.best_logits)
+            std::copy_n(logits_.data() + mine * vocabulary_, vocabulary_,
+                        asked.best_logits + feed * vocabulary_);
     }
 }
 

@@ -22,7 +22,7 @@ class Guess {
     bool worth_it();
 
     // The work that follows `work`, whose results are there; hidden states are so wide.
-    const Work& after(const Work& work, int64_t width);
+    const Work& after(const Work& work, int64_t width, int64_t vocabulary);
 
     // Whether all that `asked` wants is part of the guess; what it holds came about without `asked`.
     bool covers(const Work& asked);
@@ -55,10 +55,10 @@ class Guess {
     std::vector<Adapter> adapters_;
     std::vector<int64_t> use_begins_, use_adapters_;
     std::vector<float> use_weights_;
-    std::vector<float> values_, totals_, hidden_;
+    std::vector<float> values_, totals_, hidden_, logits_;
     std::vector<int64_t> tokens_;
     std::vector<int64_t> covered_;  // per feed that was asked for: which one of the guess
-    int64_t width_ = 0;
+    int64_t width_ = 0, vocabulary_ = 0;
     double rate_ = 1;
     int64_t passed_over_ = 0, made_ = 0, true_ones_ = 0;
 };

@@ -19,7 +19,7 @@ namespace everystep {
 struct Wanted {
     int64_t token;    // among the tokens of the work
     int64_t best;     // how many of the best
-    float* logits;    // (vocabulary,), or null
+    float* logits;    // (vocabulary,), or null; also beside the best
     float* values;    // (best,), best first
     int64_t* tokens;  // (best,)
     float* total;     // the logarithm of the sum of exponentials, or null

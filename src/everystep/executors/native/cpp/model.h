@@ -173,6 +173,7 @@ struct Work {
     float* best_values;     // (positions that report the best, most), best first
     int64_t* best_tokens;   // likewise
     float* best_totals;     // (positions that report the best,), or null
+    float* best_logits;     // (positions that report the best, vocabulary) all logits too, or null
     float* best_hidden;     // (positions that report the best, width) after the last norm, or null
     float* hidden;          // (tokens, width) after the last norm, or null
     int64_t early;          // how many layers' inputs are reported

@@ -173,6 +173,7 @@ void Runner::list_wanted(const Work& work) {
             } else {
                 one.values = work.best_values + best * work.most;
                 one.tokens = work.best_tokens + best * work.most;
+                if (work.best_logits) one.logits = work.best_logits + best * model_.vocabulary;
                 if (work.best_totals) one.total = work.best_totals + best;
                 if (work.best_hidden) one.hidden = work.best_hidden + best * model_.width;
                 ++best;

@@ -18,7 +18,7 @@ void Runner::run_ahead(const Work& work) {
     if (crew_->size() == 1 || work.feeds > kMostTokens || !can_go_on(work)) return;
     if (!Guess::follows(work) || !guess_.worth_it()) return;
     try {
-        start_ahead(guess_.after(work, model_.width));
+        start_ahead(guess_.after(work, model_.width, model_.vocabulary));
     } catch (const std::bad_alloc&) {
         ahead_.reset();  // It need not be begun before it is asked for.
     }

@@ -1,0 +1,78 @@
+"""What does a record cost?
+
+    scripts/bench inspector [--turns 9] [--rows 1 32] [--out NAME]
+
+The default model samples natively, with temperature and top-k, without a record and with one, plain
+and compressed, in turns. Prints, and writes to bench/results/, medians of milliseconds a step, the
+median ratio of the turns, seconds of the processor a step, and bytes a step.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from parts.report import options, write
+
+import everystep as es
+
+ASKED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 50, "seed": 1}
+
+
+def cost(rows: int, new: int, turns: int, folder: Path) -> dict[str, Any]:
+    """Medians of milliseconds a step without a record and with one, and ratios of the pairs."""
+    model, tokenizer = es.load("smollm2-135m-instruct", dtype=torch.float32)
+    prompts = [f"{row}: The capital of France is" for row in range(rows)]
+    given = {"max_new_tokens": new, "min_new_tokens": 0, "eos_token_id": 0, **ASKED}
+    ways: dict[str, dict[str, Any]] = {
+        "without": {},
+        "plain": {"record": folder / "a.jsonl"},
+        "compressed": {"record": folder / "a.jsonl.gz"},
+    }
+
+    def call(way: str) -> tuple[float, float]:
+        begin, spent = time.perf_counter(), time.process_time()
+        es.generate(model, tokenizer, prompts, **given, **ways[way])
+        taken = time.perf_counter() - begin, time.process_time() - spent
+        return taken[0] / new * 1e3, taken[1] / new * 1e3
+
+    for way in ways:
+        call(way)
+    turned = [[*ways][turn % 3 :] + [*ways][: turn % 3] for turn in range(turns)]
+    taken = [{way: call(way) for way in turn} for turn in turned]
+    found: dict[str, Any] = {}
+    for way in ways:
+        ratios = [[one[way][i] / one["without"][i] for one in taken] for i in (0, 1)]
+        found[way] = {
+            "ms": round(statistics.median(one[way][0] for one in taken), 2),
+            "processor ms": round(statistics.median(one[way][1] for one in taken), 2),
+            "ratio": round(statistics.median(ratios[0]), 3),
+            "processor ratio": round(statistics.median(ratios[1]), 3),
+        }
+        if file := ways[way].get("record"):
+            found[way]["bytes"] = round(file.stat().st_size / rows / new)
+    return found
+
+
+def main() -> None:
+    parser = options(__doc__ or "", threads=2)
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 32])
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    content: dict[str, Any] = {"cost": {}, "load": os.getloadavg()}
+    with tempfile.TemporaryDirectory() as name:
+        for rows in args.rows:
+            new = 64 if rows == 1 else 16
+            content["cost"][rows] = cost(rows, new, args.turns, Path(name))
+            print(rows, content["cost"][rows], flush=True)
+    write("inspector", args, content)
+
+
+if __name__ == "__main__":
+    main()

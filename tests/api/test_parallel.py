@@ -7,6 +7,8 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 
 import everystep as es
 from everystep.errors import RankError, RequestError, UnsupportedError
+from everystep.models.decoder import Decoder
 from everystep.testing.models import tiny_llama
 from tests.adapters.making import PROJECTIONS, random_lora, write_folder
 from tests.executors.parallel.children import LOOPBACK, children, listened
@@ -295,6 +298,34 @@ def test_closing_ends_the_processes(folder: Path) -> None:
     assert children() == before
     with pytest.raises(RankError, match=r"lost a process for good.*it was closed"):
         model.generate(IDS, **GREEDY)
+
+
+def test_an_interrupt_in_mid_step_forgets_no_adapter(
+    folder: Path, parts: es.LanguageModel, whole: es.LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step in which the others were to hear of it ends in the middle."""
+    for model in (parts, whole):
+        model.load_adapter(folder / "adapters" / "two", "again")
+    [child], added, steps = children(), Decoder._added, list[int]()
+
+    def broken(*given: Any) -> Tensor:
+        steps.append(1)
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+        return added(*given)
+
+    monkeypatch.setattr(Decoder, "_added", broken)
+    with pytest.raises(KeyboardInterrupt):
+        parts.generate(IDS, **GREEDY, adapters="again")
+    found, wanted = (one.generate(IDS, **GREEDY, adapters="again") for one in (parts, whole))
+    assert torch.equal(found, wanted) and children() == [child]
+
+
+def test_threads_take_turns(parts: es.LanguageModel, whole: es.LanguageModel) -> None:
+    prompts = [[[4 + one, 6, 7 + one]] for one in range(6)]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(partial(texts, parts), prompts))
+    assert found == [texts(whole, one) for one in prompts]
 
 
 def test_a_forked_process_has_no_part_in_it(

@@ -112,6 +112,7 @@ class Crew:
         self._owner = os.getpid()
         self._numbers = iter(range(1, sys.maxsize))
         self._over: str | None = None
+        self._calling = False
         self._gone: list[int] = []
         self._known: weakref.WeakKeyDictionary[Adapter, int] = weakref.WeakKeyDictionary()
         self._new: dict[int, Message] = {}
@@ -162,6 +163,7 @@ class Crew:
         with self._lock:
             self._gather()
             group = self.group
+            gone: list[int] = []
             try:
                 with group.stepping():
                     message = told()
@@ -171,7 +173,7 @@ class Crew:
                     return own()
             except RankError as error:
                 why = self._why()
-                group.leave()
+                self._leave(gone)
                 raise RankError(
                     "a process that holds a part of the model was lost in this step",
                     wanted=f"{self.count} processes",
@@ -181,8 +183,15 @@ class Crew:
                     else "Start all processes again",
                 ) from error
             except BaseException:
-                group.leave()
+                self._leave(gone)
                 raise
+
+    def _leave(self, gone: list[int]) -> None:
+        """Leave the others, of which nobody knows what they have heard: they are told again what
+        they should know and forget."""
+        self.group.leave()
+        self._gone[:0] = gone
+        self._know_nothing()
 
     def ready(self) -> None:
         """Meet the others, where that is due; RankError where one of them is lost for good."""
@@ -195,8 +204,11 @@ class Crew:
             self._refuse(self._over)
         if self.group.met:
             return
-        meeting, first = self.group.meeting + 1, self.group.meeting == 0
-        self.group.meeting = meeting
+        if not self._calling:  # else an interrupt came after the others were called
+            self.group.meeting += 1
+            self._calling = True
+        meeting = self.group.meeting
+        first = meeting == 1
         self.group.note(call_for(meeting), "1")
         others = range(1, self.count)
         patience = self.group.patience or _LOADING
@@ -213,14 +225,15 @@ class Crew:
             if still := self._wait(late, meeting, _LOADING):
                 self.close(f"process {still[0]} {self._state(still[0], meeting)}")
                 self._refuse(self._over or "")
+        self._calling = False
         try:
             self.group.meet(meeting)
         except RankError as error:
             self._refuse(str(error))
 
     def _know_nothing(self) -> None:
-        """Let adapters be told anew, since a process that was started again knows none."""
-        self._new = {number: adapter_form(one) for one, number in self._known.items()}
+        """Let adapters be told anew, since a process may know none."""
+        self._new = {number: adapter_form(one) for one, number in list(self._known.items())}
 
     def _wait(self, numbers: list[int], meeting: int, seconds: float) -> list[int]:
         """Return those of the processes that do not come within so many seconds."""

@@ -117,6 +117,14 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     positions: int | None = None
 
 
+class Room(msgspec.Struct, tag=True, frozen=True):
+    """There are so many rows from now on, in so many replicas. `deaths`: of replicas until now."""
+
+    rows: int
+    replicas: int
+    deaths: int = 0
+
+
 class Alive(msgspec.Struct, tag=True, frozen=True):
     """The engine's process runs. `steps`: of each thread that steps, the number of the step that it
     takes now, -1 between two."""
@@ -236,7 +244,17 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 ToEngine = Ask | ScoreAsk | HearAsk | RunAsk | Leave | Quit
 ToFront = (
-    Ready | Alive | Begun | Tokens | Over | ScoredTexts | HeardText | RunNews | RunOver | Failed
+    Ready
+    | Room
+    | Alive
+    | Begun
+    | Tokens
+    | Over
+    | ScoredTexts
+    | HeardText
+    | RunNews
+    | RunOver
+    | Failed
 )
 
 _encoder = msgspec.msgpack.Encoder()

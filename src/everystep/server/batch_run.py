@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -35,11 +36,14 @@ from everystep.server.fields import Json
 from everystep.server.inside import InnerReply, ask_inside
 from everystep.server.link import EngineLink
 
+log = logging.getLogger("everystep.server")
+
 _WAITING_ROWS = 1024
 _WAITING_BYTES = 64 << 20
 """Rows, and bytes of them, that may wait for an earlier one to be written."""
 _COMES_AGAIN = ("queue_full", "engine_starting", "draining", "quota")
 """Codes of refusals for load, after which a line is asked again."""
+_NO_BODY = msgspec.Raw(b"{}")
 AskLine = Callable[[BatchLine], Awaitable[InnerReply]]
 
 
@@ -135,7 +139,7 @@ class BatchRun:
 
     @property
     def progress(self) -> BatchProgress:
-        """How far the work has come."""
+        """The rows that there are so far."""
         return self._rows.progress
 
     async def run(self) -> BatchProgress:
@@ -187,6 +191,48 @@ async def answered(line: BatchLine, ask: AskLine) -> bytes:
         if _code(reply.body) not in _COMES_AGAIN:
             return row_of(line, reply)
         await asyncio.sleep(min(reply.retry or 1, 10))
+
+
+async def rows_of_lines(
+    lines: Sequence[bytes | str | None],
+    urls: Collection[str],
+    ask: AskLine,
+    width: Callable[[], int],
+) -> list[bytes]:
+    """Return the row of each line, whatever the line is; so many are asked at once.
+
+    Nothing is raised: a line that cannot be read, or asked at one of these urls, has a row that
+    says so.
+    """
+    rows = [b""] * len(lines)
+    left = iter(enumerate(lines))
+
+    async def work() -> None:
+        for number, line in left:
+            rows[number] = await _row_of_any(number, line, urls, ask)
+
+    await asyncio.gather(*(work() for _ in range(min(len(lines), width()))))
+    return rows
+
+
+async def _row_of_any(
+    number: int, raw: bytes | str | None, urls: Collection[str], ask: AskLine
+) -> bytes:
+    """Return the row of a line that nobody has judged."""
+    line: BatchLine | None = None
+    try:
+        line = read_line(raw.encode() if isinstance(raw, str) else raw or b"")
+        if line.method != "POST" or line.url not in urls:
+            wanted = ", ".join(urls)
+            text = f"{line.method[:20]} {line.url[:80]!r} cannot be asked; wanted POST to {wanted}"
+            return row_without_answer(line, "invalid_url", text)
+        return await answered(line, ask)
+    except Exception as error:
+        known = line or BatchLine(f"line-{number}", "POST", "", _NO_BODY)
+        log.error("a line of a batch has no answer", exc_info=error)
+        code = "invalid_json_line" if line is None else "server_error"
+        text = f"this cannot be read: {str(error)[:120]}" if line is None else "the server failed"
+        return row_without_answer(known, code, text)
 
 
 class _Streamed(msgspec.Struct):

@@ -38,7 +38,7 @@ from everystep.server.messages import (
     Over,
     Quit,
     Ready,
-    Room,
+    ReplicaRoom,
     RowNews,
     RunAsk,
     RunNews,
@@ -463,7 +463,7 @@ class EngineLink:
                 if isinstance(message, Ready):
                     self._meet(message, writer)
                     watching = asyncio.create_task(self._watch(watch, writer))
-                elif isinstance(message, Room):
+                elif isinstance(message, ReplicaRoom):
                     self._make_room(message)
                 elif not isinstance(message, Alive):
                     self._hand_on(message)
@@ -497,7 +497,7 @@ class EngineLink:
         self._was_ready = True
         self._ready.set()
 
-    def _make_room(self, message: Room) -> None:
+    def _make_room(self, message: ReplicaRoom) -> None:
         """Let as many begin as there is room for now."""
         self.rows, self.replicas = message.rows, message.replicas
         self.replica_deaths = message.deaths

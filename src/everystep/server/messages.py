@@ -117,7 +117,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     positions: int | None = None
 
 
-class Room(msgspec.Struct, tag=True, frozen=True):
+class ReplicaRoom(msgspec.Struct, tag=True, frozen=True):
     """There are so many rows from now on, in so many replicas. `deaths`: of replicas until now."""
 
     rows: int
@@ -245,7 +245,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 ToEngine = Ask | ScoreAsk | HearAsk | RunAsk | Leave | Quit
 ToFront = (
     Ready
-    | Room
+    | ReplicaRoom
     | Alive
     | Begun
     | Tokens

@@ -7,13 +7,11 @@ line that cannot be answered has a row that says why, as with one engine.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pyarrow as pa  # type: ignore[import-untyped]
 import ray.data
 
@@ -21,22 +19,8 @@ from everystep.errors import CapacityError, RequestError
 from everystep.files.atomic import require_writable
 from everystep.server.application import Front
 from everystep.server.asking import Caller
-from everystep.server.batch_lines import (
-    BatchLine,
-    BatchProgress,
-    judged,
-    raw_lines,
-    read_line,
-    row_without_answer,
-)
-from everystep.server.batch_run import (
-    AskLine,
-    OrderedRows,
-    answered,
-    asking,
-    results_file,
-    width,
-)
+from everystep.server.batch_lines import BatchProgress, judged, raw_lines
+from everystep.server.batch_run import OrderedRows, asking, results_file, rows_of_lines, width
 from everystep.server.exchange import FrontSettings
 from everystep.server.link import EngineLink, ProcessMooring
 from everystep.server.offline import MOST_LINES, UNBOUNDED
@@ -45,11 +29,8 @@ from everystep.server.ray.orders import sharing
 from everystep.server.routes import BATCHED
 from everystep.server.settings import ServeSettings, front_model
 
-log = logging.getLogger("everystep.server")
-
 BATCH_LINES = 256
 """Lines of a batch: many times the rows of an engine, so that its steps stay full."""
-_NO_BODY = msgspec.Raw(b"{}")
 
 
 class LineAnswers:
@@ -73,42 +54,9 @@ class LineAnswers:
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         lines = batch.column("line").to_pylist()
-        work = rows_of_lines(lines, self._ask, lambda: width(self._link))
+        work = rows_of_lines(lines, BATCHED, self._ask, lambda: width(self._link))
         rows = asyncio.run_coroutine_threadsafe(work, self._loop).result()
         return batch.append_column("row", pa.array(rows, pa.large_binary()))
-
-
-async def rows_of_lines(
-    lines: list[bytes | str | None], ask: AskLine, width: Callable[[], int]
-) -> list[bytes]:
-    """Return the row of each line, whatever the line is; so many are asked at once."""
-    rows = [b""] * len(lines)
-    left = iter(enumerate(lines))
-
-    async def work() -> None:
-        for number, line in left:
-            rows[number] = await _row(number, line, ask)
-
-    await asyncio.gather(*(work() for _ in range(min(len(lines), width()))))
-    return rows
-
-
-async def _row(number: int, raw: bytes | str | None, ask: AskLine) -> bytes:
-    """Return the row of a line; that of one that cannot be read says so."""
-    line: BatchLine | None = None
-    try:
-        line = read_line(raw.encode() if isinstance(raw, str) else raw or b"")
-        if line.method != "POST" or line.url not in BATCHED:
-            wanted = ", ".join(BATCHED)
-            text = f"{line.method[:20]} {line.url[:80]!r} cannot be asked; wanted POST to {wanted}"
-            return row_without_answer(line, "invalid_url", text)
-        return await answered(line, ask)
-    except Exception as error:
-        known = line or BatchLine(f"line-{number}", "POST", "", _NO_BODY)
-        log.error("a line of a batch has no answer", exc_info=error)
-        code = "invalid_json_line" if line is None else "server_error"
-        text = f"this cannot be read: {str(error)[:120]}" if line is None else "the server failed"
-        return row_without_answer(known, code, text)
 
 
 def answer_lines(

@@ -88,7 +88,8 @@ class ServedReplicas(Replicas):
 
     def _running(self) -> int:
         found = serve.status().applications.get(self._name)
-        states = {} if found is None else found.deployments[_NAME].replica_states
+        known = None if found is None else found.deployments.get(_NAME)
+        states = {} if known is None else known.replica_states
         return sum(count for state, count in states.items() if state == "RUNNING")
 
 

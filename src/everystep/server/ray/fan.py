@@ -32,7 +32,7 @@ from everystep.server.messages import (
     Over,
     Quit,
     Ready,
-    Room,
+    ReplicaRoom,
     RunAsk,
     ScoreAsk,
     ScoredTexts,
@@ -76,8 +76,9 @@ class Replicas(Protocol):
 
 def session_of(ask: AnyAsk, first: int) -> str | None:
     """Return the name that asks have in common whose rows can be shared: those of one model, mix of
-    adapters and salt that begin with the same ids. None where nothing is shared."""
-    if isinstance(ask, Ask):
+    adapters and salt that begin with the same ids. None where nothing is shared,
+    or `first` is 0."""
+    if isinstance(ask, Ask) and first:
         own = ask.keywords.get("adapter_names"), ask.keywords.get("cache_salt")
         known = (ask.model, *own, ask.prompt[:first])
         return hashlib.blake2b(msgspec.msgpack.encode(known), digest_size=16).hexdigest()
@@ -88,11 +89,14 @@ class ReplicaFan:
     """The server of one connection to a front, until it closes.
 
     `first`: how many ids of a prompt say which replica is looked for. `beat`: the seconds after
-    which the front is told again that there is a fan, and how many replicas there are.
+    which the front is told again that there is a fan, and how many replicas there are. `pause`: the
+    seconds before another replica is asked what several could not begin, doubled each time.
     """
 
-    def __init__(self, replicas: Replicas, first: int, beat: float = BEAT) -> None:
-        self._replicas, self._first, self._beat = replicas, first, beat
+    def __init__(
+        self, replicas: Replicas, first: int, beat: float = BEAT, pause: float = 0.1
+    ) -> None:
+        self._replicas, self._first, self._beat, self._pause = replicas, first, beat, pause
         self._under: dict[int, asyncio.Task[None]] = {}
         self._deaths = 0
 
@@ -154,7 +158,7 @@ class ReplicaFan:
                 self._send(Failed(ask.id, 503, "the replica died while it worked on this"))
                 return
             log.warning("a replica is gone; another is asked: %s", why[:200])
-            await asyncio.sleep(min(0.1 * 2**tries, 5.0) if tries else 0)
+            await asyncio.sleep(min(self._pause * 2**tries, 5.0) if tries else 0)
 
     def _hand_on(self, asking: Asking, part: Part) -> bool:
         """Tell the front what it does not know yet; return True with the end of the answer."""
@@ -181,10 +185,10 @@ class ReplicaFan:
     async def _tell(self) -> None:
         """Say again and again that there is a fan, and how many rows there are, where that
         changes."""
-        known: Room | None = None
+        known: ReplicaRoom | None = None
         while True:
             count = await self._replicas.count()
-            room = Room(self._rows * max(1, count), count, self._deaths)
+            room = ReplicaRoom(self._rows * max(1, count), count, self._deaths)
             if room != known:
                 self._send(room)
                 known = room

@@ -7,6 +7,7 @@ arguments, as JSON; it reads no other.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import sys
@@ -21,6 +22,7 @@ from everystep.server.ray.orders import ReplicaOrders
 
 def main(descriptor: str, orders: str) -> None:
     """Serve the front at the other end of this descriptor."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front's; it says when to end
     read = msgspec.json.decode(orders, type=ReplicaOrders)
     with (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 
 import msgspec
 
@@ -63,5 +64,5 @@ def replica_orders(settings: ServeSettings) -> ReplicaOrders:
         drain_seconds=max(own.drain_seconds, own.deadline or 0.0),
         hang_seconds=own.hang_seconds,
         address=own.ray_address,
-        application=own.ray_application,
+        application=own.ray_application or f"everystep-{secrets.token_hex(6)}",
     )

@@ -48,9 +48,9 @@ class EngineReplica:
         models = list(link.models.values())
         return msgspec.msgpack.encode(Ready(models, link.rows, os.getpid(), link.positions))
 
-    async def load(self) -> tuple[int, int]:
-        """Return the number of the process, and how many asks it has."""
-        return os.getpid(), self._link.running + self._link.waiting
+    async def load(self) -> tuple[int, int, int]:
+        """Return the number of the process, how many asks it has, and the tokens until now."""
+        return os.getpid(), self._link.running + self._link.waiting, self._link.tokens
 
     async def follow(self, asked: bytes) -> AsyncGenerator[bytes, None]:
         """Yield what becomes of an ask, in parts. Leaving the iterator ends it."""

@@ -17,7 +17,7 @@ import everystep as es
 from everystep.bridge.reference import Reference
 from everystep.cli import machine
 from everystep.cli.inspect import require_textual
-from everystep.cli.serve import require_server
+from everystep.cli.serve import require_replicas, require_server
 from everystep.errors import MissingExtraError
 from everystep.files.hub import DEFAULT_ACCESS, HubId, fetch_file
 from everystep.files.picture_files import require_pillow
@@ -78,6 +78,7 @@ NEEDS: dict[str, tuple[str, str, Callable[[Path], object]]] = {
         "--otlp-endpoint",
         lambda _: require_otel("http://localhost:4318"),
     ),
+    "ray.serve": ("ray", "--replicas", lambda _: require_replicas(1, None)),
     "textual": ("tui", "everystep inspect --tui", lambda _: require_textual()),
     "anywidget": ("notebook", "a page in a notebook", show_cell),
 }
@@ -139,7 +140,7 @@ def test_the_tables_of_extras_have_each_with_what_it_installs() -> None:
     assert set(tables["README.md"]) == wanted
     assert set(tables["docs/guide/install.md"]) == wanted - {"all"}
     for extra, packages in tables["docs/guide/install.md"].items():
-        assert packages.split(", ") == [re.split("[><=]", one)[0] for one in EXTRAS[extra]]
+        assert packages.split(", ") == [re.split(r"[><=[]", one)[0] for one in EXTRAS[extra]]
 
 
 def installed_by(extra: str) -> set[str]:
@@ -178,5 +179,5 @@ def test_the_extra_of_other_programs_has_what_their_page_imports() -> None:
 def test_the_doctor_looks_for_every_extra_but_its_own() -> None:
     assert set(machine.EXTRAS) == {extra for extra, _, _ in NEEDS.values()} - {"cli"}
     for extra, libraries in machine.EXTRAS.items():
-        named = {re.split("[><=]", one)[0] for one in EXTRAS[extra]}
+        named = {re.split(r"[><=[]", one)[0] for one in EXTRAS[extra]}
         assert named == set(libraries)

@@ -67,7 +67,9 @@ BUILD = "executors/native/build.py"
 PRINTING = ("cli/", "streamers", BUILD)
 # The program in which templates are rendered: it forgets the variables before it begins.
 CAGED = "text/caged.py"
-ENVIRONMENT = ("files/sources.py", BUILD, CAGED)
+# Ray is told by variables alone not to tell others how it is used.
+RAY = "server/ray/"
+ENVIRONMENT = ("files/sources.py", BUILD, CAGED, f"{RAY}cluster.py")
 ORACLES = {"transformers", "peft"}
 UNSAFE_MODULES = {
     "pickle",
@@ -145,6 +147,8 @@ def broken_ban(path: str, name: str) -> str | None:
         return None if path in ENVIRONMENT else "environment variables are read in one file"
     if first in ORACLES and not path.startswith("bridge/"):
         return "other libraries' models belong to the bridge"
+    if first == "ray" and not path.startswith(RAY):
+        return "engines on Ray belong to one package"
     if first in UNSAFE_MODULES or name in UNSAFE_NAMES | UNSAFE_ATTRIBUTES:
         return "it can run code out of data"
     return None
@@ -306,6 +310,8 @@ def test_an_unknown_package_is_found() -> None:
         ("text/a.py", "os.environ.get('HOME')"),
         ("text/a.py", "from os import environ"),
         ("models/a.py", "def f():\n    import transformers.models"),
+        ("server/a.py", "import ray.data"),
+        ("server/ray/a.py", "os.environ.get('HOME')"),
         ("files/a.py", "import pickle"),
         ("files/a.py", "torch.load(path)"),
         ("files/a.py", "from torch import load"),
@@ -323,6 +329,7 @@ def test_a_broken_ban_is_found(path: str, text: str) -> None:
         ("cli/a.py", "print(1)"),
         ("files/sources.py", "os.environ.get('HOME')"),
         ("bridge/a.py", "import transformers"),
+        ("server/ray/a.py", "import ray"),
         ("models/a.py", "model.eval()\nre.compile('a')\nfrom torch import nn"),
     ],
 )

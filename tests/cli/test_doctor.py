@@ -61,7 +61,9 @@ def test_the_table_has_what_the_document_has(call: Caller) -> None:
 def test_the_extras_are_those_of_the_package() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {
-        name: tuple(one.partition(">")[0] for one in extras["optional-dependencies"][name])
+        name: tuple(
+            one.partition(">")[0].partition("[")[0] for one in extras["optional-dependencies"][name]
+        )
         for name in machine.EXTRAS
     }
     assert needed == dict(machine.EXTRAS)

@@ -145,7 +145,8 @@ def test_the_container_has_what_it_copies_and_the_torch_of_the_tests() -> None:
     kept = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert {line[1:] for line in kept if line.startswith("!")} == set(copied)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    (extras,) = re.findall(r'"\.\[(.+)\]"', text)
+    assert '".[$EXTRAS]"' in text
+    (extras,) = re.findall(r"^ARG EXTRAS=(.+)$", text, re.M)
     assert set(extras.split(",")) <= set(project["optional-dependencies"])
     assert {project["readme"], *project["license-files"]} <= set(copied)
 

@@ -11,14 +11,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from everystep.api.model import LanguageModel
 from tests.cli.running import everystep
 from tests.server.serving import TOKENIZER, tiny
 
 
 @contextmanager
-def program(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def program(
+    folder: Path, *options: str, model: LanguageModel | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`everystep serve` as people start it, and its address; it ends with 0."""
-    tiny().save_pretrained(folder / "tiny")
+    (model or tiny()).save_pretrained(folder / "tiny")
     TOKENIZER.save_pretrained(folder / "tiny")
     command = everystep("serve", str(folder / "tiny"), "--threads", "1", *options)
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -8,6 +8,7 @@ import re
 import tomllib
 from typing import Any
 
+import jsonschema
 import msgspec
 import pytest
 import typer
@@ -22,6 +23,7 @@ from tests.reading import ROOT
 FOLDER = ROOT / "deploy"
 GUIDE = (ROOT / "docs" / "guide" / "deployment.md").read_text(encoding="utf-8")
 TREE: Any = typer.main.get_command(app)
+RAY_OPTIONS = {"--address", "--num-cpus"}  # of `ray start`
 OPTIONS = {name for one in TREE.commands["serve"].params for name in one.opts}
 
 
@@ -52,11 +54,13 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     assert len(set(spots)) == len(spots)
 
 
-@pytest.mark.parametrize("name", ["kubernetes.yaml", "compose.yaml", "everystep.service"])
+@pytest.mark.parametrize(
+    "name", ["kubernetes.yaml", "compose.yaml", "everystep.service", "ray.yaml"]
+)
 def test_commands_have_options_that_exist(name: str) -> None:
     text = (FOLDER / name).read_text(encoding="utf-8")
     said = set(re.findall(r"(?<=[\s\"])(--[a-z][a-z-]+)", re.sub(r"^ *#.*$", "", text, flags=re.M)))
-    assert said and said <= OPTIONS
+    assert said and said - RAY_OPTIONS <= OPTIONS
 
 
 def test_a_pod_is_no_root_and_is_asked_at_routes_that_exist() -> None:
@@ -119,5 +123,54 @@ def test_the_proxy_passes_on_what_the_server_judges() -> None:
 
 
 def test_the_guide_names_every_file() -> None:
+    told = GUIDE + (ROOT / "docs" / "guide" / "replicas.md").read_text(encoding="utf-8")
     for file in FOLDER.iterdir():
-        assert f"deploy/{file.name}" in GUIDE, file.name
+        assert f"deploy/{file.name}" in told, file.name
+
+
+def test_the_cluster_of_kuberay_is_as_its_schema_says() -> None:
+    cluster = documents("ray.yaml")[0]
+    path = ROOT / "tests" / "server" / "raycluster.schema.json"
+    jsonschema.validate(cluster, json.loads(path.read_text(encoding="utf-8")))
+    head, (workers,) = cluster["spec"]["headGroupSpec"], cluster["spec"]["workerGroupSpecs"]
+    assert head["rayStartParams"]["num-cpus"] == "0", "no engine beside what all depend on"
+    assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
+    (worker,) = workers["template"]["spec"]["containers"]
+    assert workers["rayStartParams"]["num-cpus"] == worker["resources"]["limits"]["cpu"]
+    for group in (head, workers):
+        pod = group["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        (container,) = pod["containers"]
+        assert {one["name"] for one in container["env"]} == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"}
+        mounts = {one["name"] for one in container.get("volumeMounts", ())}
+        assert mounts == {one["name"] for one in pod.get("volumes", ())}
+    version = cluster["spec"]["rayVersion"]
+    (ray,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]["ray"]
+    assert version.startswith(ray.rpartition(">=")[2])
+
+
+def test_the_front_is_a_node_of_the_cluster_and_drains() -> None:
+    cluster, deployment, service = documents("ray.yaml")
+    spec = deployment["spec"]
+    assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    (script,) = container["args"]
+    joined, serve = script.split(" && exec ")
+    assert f"--address={cluster['metadata']['name']}-head-svc:6379" in joined
+    words = serve.split()
+    assert words[:2] == ["everystep", "serve"] and "--ray-address=auto" in words
+    (workers,) = cluster["spec"]["workerGroupSpecs"]
+    assert f"--max-replicas={workers['maxReplicas']}" in words
+    assert f"--threads={workers['rayStartParams']['num-cpus']}" in words
+    assert pod["terminationGracePeriodSeconds"] > 2 * ServeSettings().drain_seconds
+    (engine,) = workers["template"]["spec"]["containers"]
+    assert container["env"] == engine["env"] and container["image"] == engine["image"]
+    assert service["spec"]["selector"] == spec["template"]["metadata"]["labels"]
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert container[probe]["httpGet"]["path"] in READ_ONLY
+    assert {one["name"] for one in container["volumeMounts"]} == {
+        one["name"] for one in pod["volumes"]
+    }

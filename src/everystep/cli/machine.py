@@ -18,6 +18,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         *("prometheus-client", "httptools", "uvloop", "python-multipart"),
     ),
     "otel": ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),
+    "ray": ("ray",),
     "tui": ("textual",),
     "notebook": ("anywidget",),
 }

@@ -10,7 +10,15 @@ from typing import Annotated, Any
 import typer
 
 from everystep.cli import command_options as o
-from everystep.cli.serve import Adapters, Named, pairs, require_server
+from everystep.cli.serve import (
+    Adapters,
+    Named,
+    RayAddress,
+    Replicas,
+    pairs,
+    require_replicas,
+    require_server,
+)
 from everystep.cli.terminal import is_terminal, note
 
 
@@ -37,6 +45,8 @@ def run_batch(
     quantize: o.Quantize = None,
     cache_dtype: o.CacheDtypeOption = None,
     offline: o.Offline = False,
+    replicas: Replicas = None,
+    ray_address: RayAddress = None,
 ) -> None:
     """Answer every line of a batch file, as a server answers requests.
 
@@ -52,8 +62,11 @@ def run_batch(
         "quantize": None if quantize is None else quantize.value,
         "cache_dtype": None if cache_dtype is None else cache_dtype.value,
         "offline": offline or context.obj or None,
+        "replicas": replicas,
+        "ray_address": ray_address,
     }
     require_server("everystep run-batch")
+    require_replicas(replicas, ray_address)
     from everystep.server.batch_lines import BatchProgress
     from everystep.server.offline import run_batch as run
     from everystep.server.settings import read_settings
@@ -65,5 +78,11 @@ def run_batch(
         if shows and (so_far.rows == count or so_far.rows % max(1, count // 20) == 0):
             note(f"{so_far.rows} of {count} lines")
 
-    done = asyncio.run(run(lines, output, read_settings(None, given), told=told))
+    settings = read_settings(None, given)
+    if replicas is None:
+        done = asyncio.run(run(lines, output, settings, told=told))
+    else:
+        from everystep.server.ray.batch import run_batch_on_replicas
+
+        done = run_batch_on_replicas(lines, output, settings, replicas=replicas, told=told)
     note(f"{done.rows} lines, {done.failed} of them without an answer")

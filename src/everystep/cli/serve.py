@@ -13,7 +13,7 @@ import typer
 
 from everystep.cli import command_options as o
 from everystep.cli.terminal import is_terminal, note, write_line
-from everystep.errors import MissingExtraError
+from everystep.errors import MissingExtraError, RequestError
 from everystep.files.sources import DEFAULT_MODEL
 
 _NEXT = """serving {model} on {address}
@@ -69,6 +69,21 @@ Origins = Annotated[
         metavar="ORIGIN",
         help="Pages of this origin may ask. Repeatable.",
         rich_help_panel=_access,
+    ),
+]
+
+_replicas = "Replicas"
+Replicas = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Engines, on Ray.", rich_help_panel=_replicas),
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="Of a Ray cluster; by default one of this machine alone.",
+        rich_help_panel=_replicas,
     ),
 ]
 
@@ -152,6 +167,12 @@ def serve(
     quantize: o.Quantize = None,
     cache_dtype: o.CacheDtypeOption = None,
     offline: o.Offline = False,
+    replicas: Replicas = None,
+    max_replicas: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="As load asks for them.", rich_help_panel=_replicas),
+    ] = None,
+    ray_address: RayAddress = None,
 ) -> None:
     """Serve MODEL over HTTP, on OpenAI's wire; by default on this machine alone.
 
@@ -181,6 +202,9 @@ def serve(
         "quantize": None if quantize is None else quantize.value,
         "cache_dtype": None if cache_dtype is None else cache_dtype.value,
         "offline": offline or context.obj or None,
+        "replicas": replicas,
+        "max_replicas": max_replicas,
+        "ray_address": ray_address,
     }
     require_server()
     from everystep.server.serving import serve as run
@@ -188,6 +212,7 @@ def serve(
 
     given = {name: value for name, value in said.items() if value not in (None, [], {})}
     read = read_settings(settings, given)
+    require_replicas(read.replicas, read.ray_address, read.max_replicas)
     read.book()
     read.front()  # what is wrong with it is said before anything is loaded
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
@@ -208,6 +233,23 @@ def require_server(command: str = "everystep serve") -> None:
             import_module(library)
         except ImportError as error:
             raise MissingExtraError.of(command, library, "server") from error
+
+
+def require_replicas(replicas: int | None, address: str | None, most: int | None = None) -> None:
+    """Raise RequestError for settings of replicas where there are none, MissingExtraError where
+    there are some and Ray is not installed."""
+    if replicas is None:
+        if address is not None or most is not None:
+            what = "--ray-address and --max-replicas are for replicas, and there are none"
+            raise RequestError(what, do="Give --replicas too")
+        return
+    if most is not None and most < replicas:
+        raise RequestError("--max-replicas is too low", wanted=f"at least {replicas}", got=most)
+    try:
+        import_module("ray.serve")
+        import_module("pyarrow")
+    except ImportError as error:
+        raise MissingExtraError.of("--replicas", "ray", "ray") from error
 
 
 def pairs(given: list[str] | None, option: str) -> dict[str, str]:

@@ -505,6 +505,8 @@ class Front:
     async def _metrics(self, exchange: Exchange) -> None:
         self.metrics.ready.set(self.link.ready)
         self.metrics.restarts.set(self.link.restarts)
+        self.metrics.replicas.set(self.link.replicas)
+        self.metrics.replica_deaths.set(self.link.replica_deaths)
         kind = "text/plain; version=0.0.4; charset=utf-8"
         await exchange.send(Response(self.metrics.shown(self.link.load()), media_type=kind))
 
@@ -512,7 +514,8 @@ class Front:
         link = self.link
         told = {"ready": link.ready, "running": link.running, "waiting": link.waiting}
         spent = {"generated_tokens": link.tokens, "seconds": time.monotonic() - self._began}
-        await exchange.answer({**told, "rows": link.rows, **spent})
+        shared = {"replicas": link.replicas, "replica_deaths": link.replica_deaths}
+        await exchange.answer({**told, "rows": link.rows, **spent, **shared})
 
     async def _openapi(self, exchange: Exchange) -> None:
         await exchange.answer(openapi())

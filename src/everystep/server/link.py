@@ -23,7 +23,6 @@ from typing import Protocol
 import msgspec
 
 from everystep.errors import CapacityError, EverystepError, FormatError
-from everystep.server.engine_process import EngineOrders
 from everystep.server.host import BEAT, EngineLimits, HostedModel, serve_connection
 from everystep.server.line import LinePlace, WaitingLine
 from everystep.server.messages import (
@@ -40,6 +39,7 @@ from everystep.server.messages import (
     Over,
     Quit,
     Ready,
+    ReplicaRoom,
     RowNews,
     RunAsk,
     RunNews,
@@ -86,10 +86,19 @@ class Mooring(Protocol):
 
 
 class ProcessMooring(Mooring):
-    """An engine in a process of its own, which inherits its end of a socketpair."""
+    """An engine in a process of its own, which inherits its end of a socketpair.
 
-    def __init__(self, orders: EngineOrders) -> None:
-        self._orders = orders
+    `program`: the module that is run, with the number of the socket and its orders as JSON.
+    `patience`: the seconds that it has for ending.
+    """
+
+    def __init__(
+        self,
+        orders: msgspec.Struct,
+        program: str = "everystep.server.engine_process",
+        patience: float = 10.0,
+    ) -> None:
+        self._orders, self._program, self._patience = orders, program, patience
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -101,7 +110,7 @@ class ProcessMooring(Mooring):
         ours, theirs = socket.socketpair()
         with theirs:
             orders = msgspec.json.encode(self._orders).decode()
-            command = [sys.executable, "-m", "everystep.server.engine_process"]
+            command = [sys.executable, "-m", self._program]
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno()), orders],
                 pass_fds=[theirs.fileno()],
@@ -113,7 +122,7 @@ class ProcessMooring(Mooring):
         if (process := self._process) is None:
             return
         try:
-            process.wait(10)
+            process.wait(self._patience)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -220,8 +229,8 @@ class Asking:
             return 0
         return len(ask.prompt) if isinstance(ask, Ask) else sum(map(len, ask.rows))
 
-    def tell(self, message: News) -> bool:
-        """Hand a message to the reader; return False where an earlier engine's was the same."""
+    def is_new(self, message: News) -> bool:
+        """Count a message; return False where an earlier engine's was the same."""
         if isinstance(message, RowNews):
             self.seen[message.index] += 1
             if self.seen[message.index] <= self.told[message.index]:
@@ -229,11 +238,23 @@ class Asking:
             self.told[message.index] += 1
         if isinstance(message, Begun):
             again, self.waiting = not self.waiting, False
-            if again:
-                return False
+            return not again
         self.steps += isinstance(message, RunNews)
-        self.news.put_nowait(message)
         return True
+
+    def tell(self, message: News) -> bool:
+        """Hand a message to the reader; return False where an earlier engine's was the same."""
+        new = self.is_new(message)
+        if new:
+            self.news.put_nowait(message)
+        return new
+
+    def is_lost(self) -> bool:
+        """Note that the engine died; return True if that is the end of the ask: it may be why, or
+        another engine would not do the same."""
+        self.seen.clear()
+        self.deaths += not self.waiting or isinstance(self.ask, RunAsk)
+        return self.deaths >= _FATAL or (self.deaths > 0 and not repeats(self.ask))
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +270,8 @@ class EngineLink:
 
     `models`: those it has said that it serves, by name, once `ready` is true. `tokens`: how many
     were made until now, as far as they were told. `hang_seconds`: of silence, or in one step, after
-    which it is ended as one that hangs; 0 for never.
+    which it is ended as one that hangs; 0 for never. `replicas`: how many share its rows, and
+    `replica_deaths`: how many of these have died.
     """
 
     def __init__(
@@ -274,7 +296,8 @@ class EngineLink:
         self._seconds = 1.0  # of an ask, the mean of the last ones
         self.rows = 1
         self.positions: int | None = None
-        self.restarts = self.tokens = 0
+        self.restarts = self.tokens = self.replica_deaths = 0
+        self.replicas = 1
         self.process: int | None = None
         self.models: dict[str, ModelFacts] = {}
 
@@ -460,6 +483,8 @@ class EngineLink:
                 if isinstance(message, Ready):
                     self._meet(message, writer)
                     watching = asyncio.create_task(self._watch(watch, writer))
+                elif isinstance(message, ReplicaRoom):
+                    self._make_room(message)
                 elif not isinstance(message, Alive):
                     self._hand_on(message)
         finally:
@@ -493,6 +518,13 @@ class EngineLink:
         self._was_ready = True
         self._ready.set()
 
+    def _make_room(self, message: ReplicaRoom) -> None:
+        """Let as many begin as there is room for now."""
+        self.rows, self.replicas = message.rows, message.replicas
+        self.replica_deaths = message.deaths
+        for line in self._lines.values():
+            self._advance(line)
+
     def _hand_on(self, message: Tokens | News) -> None:
         if isinstance(message, Tokens):
             for row in message.rows:
@@ -517,13 +549,11 @@ class EngineLink:
 
     def _give_up_fatal(self) -> None:
         """Fail what several engines died with, and what cannot be done again alike."""
-        for one in self._asking.values():
-            one.deaths += not one.waiting or isinstance(one.ask, RunAsk)
         self._fail_all("the engine died while it worked on this", always=False)
 
     def _fail_all(self, text: str, *, always: bool) -> None:
         for id, one in list(self._asking.items()):
-            if always or one.deaths >= _FATAL or (one.deaths and not repeats(one.ask)):
+            if always or one.is_lost():
                 del self._asking[id]
                 self._leave_line(one, one.made)
                 one.tell(Failed(id, 503, text))

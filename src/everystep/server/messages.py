@@ -127,6 +127,14 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     positions: int | None = None
 
 
+class ReplicaRoom(msgspec.Struct, tag=True, frozen=True):
+    """There are so many rows from now on, in so many replicas. `deaths`: of replicas until now."""
+
+    rows: int
+    replicas: int
+    deaths: int = 0
+
+
 class Alive(msgspec.Struct, tag=True, frozen=True):
     """The engine's process runs. `steps`: of each thread that steps, the number of the step that it
     takes now, -1 between two."""
@@ -248,7 +256,17 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 ToEngine = Ask | ScoreAsk | HearAsk | RunAsk | Leave | Taken | Quit
 ToFront = (
-    Ready | Alive | Begun | Tokens | Over | ScoredTexts | HeardText | RunNews | RunOver | Failed
+    Ready
+    | ReplicaRoom
+    | Alive
+    | Begun
+    | Tokens
+    | Over
+    | ScoredTexts
+    | HeardText
+    | RunNews
+    | RunOver
+    | Failed
 )
 
 _encoder = msgspec.msgpack.Encoder()

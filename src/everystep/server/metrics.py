@@ -81,6 +81,9 @@ class ServerMetrics:
         self._waiting = _gauge(registry, "num_requests_waiting", "Prompts in line.", own)
         self.ready = _gauge(registry, "engine_ready", "1 while the engine takes prompts.")
         self.restarts = _gauge(registry, "engine_restarts", "Starts of the engine after a death.")
+        self.replicas = _gauge(registry, "replicas", "Engines that share the prompts.")
+        line = "Replicas that died, or were ended, at work."
+        self.replica_deaths = _gauge(registry, "replica_deaths", line)
         self._counters = {
             name: Counter(
                 f"{_OURS}{name}",

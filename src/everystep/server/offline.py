@@ -16,8 +16,8 @@ from everystep.server.link import EngineLink, Mooring, ProcessMooring, QueueLimi
 from everystep.server.routes import BATCHED
 from everystep.server.settings import ServeSettings, front_model
 
-_MOST_LINES = 1_000_000
-_UNBOUNDED = QueueLimits(1 << 30, 1 << 60)
+MOST_LINES = 1_000_000
+UNBOUNDED = QueueLimits(1 << 30, 1 << 60)
 """Nobody else waits, and how many lines are asked at once is bounded."""
 
 
@@ -34,7 +34,7 @@ async def run_batch(
     The file is judged before a model is loaded. `told`: called with what there is and with the
     number of lines, after each row.
     """
-    count = await asyncio.to_thread(judged, source, BATCHED, most=_MOST_LINES)
+    count = await asyncio.to_thread(judged, source, BATCHED, most=MOST_LINES)
     require_writable(target)
     sources = settings.sources()
     pictures = settings.pictures()
@@ -42,7 +42,7 @@ async def run_batch(
         name: await asyncio.to_thread(front_model, one, pictures, offline=settings.offline)
         for name, one in sources.items()
     }
-    link = EngineLink(mooring or ProcessMooring(settings.orders(sources)), _UNBOUNDED)
+    link = EngineLink(mooring or ProcessMooring(settings.orders(sources)), UNBOUNDED)
     front = Front(link, fronts, FrontSettings())
     await link.start()
     try:

@@ -48,6 +48,17 @@ def listening_socket(settings: ServeSettings) -> socket.socket:
     return found
 
 
+def mooring_of(settings: ServeSettings) -> ProcessMooring:
+    """Return what starts the engine: a process of its own, or one that has replicas on Ray."""
+    if settings.replicas is None:
+        return ProcessMooring(settings.orders(settings.sources()))
+    from everystep.server.ray.orders import replica_orders
+
+    orders = replica_orders(settings)
+    patience = orders.drain_seconds + 60
+    return ProcessMooring(orders, "everystep.server.ray.fan_process", patience)
+
+
 async def serve(settings: ServeSettings, tell: Callable[[str, str], None]) -> None:
     """Serve until SIGTERM or SIGINT, then take nothing new, wait for what is under way, and end.
 
@@ -61,7 +72,7 @@ async def serve(settings: ServeSettings, tell: Callable[[str, str], None]) -> No
     }
     listening = listening_socket(settings)
     link = EngineLink(
-        ProcessMooring(settings.orders(sources)),
+        mooring_of(settings),
         settings.queue(),
         settings.book(),
         hang_seconds=settings.hang_seconds,

@@ -46,6 +46,14 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     written down. `vllm_metrics`: metrics have vLLM's names too. `otlp_endpoint`: where spans of
     requests are sent. `quota`: that of keys without one of their own; `quotas`: by name or digest
     of a key.
+
+    `replicas`: engines on Ray Serve, None for one engine without Ray; up to `max_replicas` of them
+    where load asks for more. `replica_load`: prompts at work in each that are aimed at, None for
+    half of `max_rows`. `scale_up_seconds`, `scale_down_seconds`: for which load has to ask for more
+    replicas, or for fewer. `affinity_tokens`: ids of a prompt, after which the same replica is
+    looked for, 0 for any. `merge_seconds`: for which a replica gathers tokens of a stream.
+    `ray_address`: of a cluster that is there, None for one of this machine alone.
+    `ray_application`: the name of the replicas on it, None for one that no other server has.
     """
 
     model: str = DEFAULT_MODEL
@@ -83,6 +91,15 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     record_keys: list[str] = []
     quota: Quota | None = None
     quotas: dict[str, Quota] = {}
+    replicas: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_replicas: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    replica_load: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    scale_up_seconds: Annotated[float, msgspec.Meta(ge=0)] = 10.0
+    scale_down_seconds: Annotated[float, msgspec.Meta(ge=0)] = 300.0
+    affinity_tokens: Annotated[int, msgspec.Meta(ge=0)] = 32
+    merge_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.025
+    ray_address: str | None = None
+    ray_application: str | None = None
 
     def sources(self) -> dict[str, str]:
         """Return what is served, by name: the model first, by the last part of its source."""

@@ -53,6 +53,23 @@ def answer(model: es.LanguageModel) -> list[int]:
     return model.generate(PROMPT, max_new_tokens=6, do_sample=False)[0].tolist()
 
 
+def alone(model: es.LanguageModel) -> object:
+    """What a process asks for that does not ask for the others."""
+    return model.generate(PROMPT, max_new_tokens=6, synced_gpus=False)
+
+
+def asked_by(rank: int, model: es.LanguageModel) -> list[object]:
+    """What each asks for by itself, in calls that all make together: some find more than others."""
+    more = {"max_new_tokens": 2 + 5 * rank, "do_sample": True, "seed": 3 + rank}
+    prompts = [[4 + one, 5, 6] for one in range(1 + 2 * rank)]
+    [score] = es.score(model, None, [[5, 6, 7, 8, 9][: 3 + rank]])
+    return [
+        model.generate(PROMPT, **more, synced_gpus=True).tolist(),
+        [*es.generate(model, None, prompts, max_new_tokens=3)],
+        score.logprobs.tolist(),
+    ]
+
+
 def refused(call: Callable[[], object]) -> str:
     """The error of a call that needs whole weights."""
     try:
@@ -73,15 +90,20 @@ def sharded(rank: int, count: int) -> dict[str, object]:
     module = model.as_module()
     before = answer(model)
     fully_shard(module, mesh=init_device_mesh("cpu", (count,)))
-    errors = [refused(lambda: answer(model)), refused(model.state_dict)]
+    errors = [refused(lambda: alone(model)), refused(model.state_dict)]
+    errors.append(refused(lambda: es.stream(model, None, [5, 6, 7])))
+    gathered = [answer(model)]
     losses = trained(module, rank, count)
-    errors.append(refused(lambda: answer(model)))
+    errors.append(refused(lambda: alone(model)))
+    gathered.append(answer(model))
+    asked = asked_by(rank, model)
     whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))
     assert isinstance(module, FSDPModule)
     module.unshard()
     found = {"losses": losses, "weights": whole, "before": before, "answer": answer(model)}
+    found |= {"gathered": gathered, "asked": asked, "asked alone": asked_by(rank, model)}
     module.reshard()
-    errors.append(refused(lambda: answer(model)))
+    errors.append(refused(lambda: alone(model)))
     return {**found, "errors": errors, "shown": repr(model)}
 
 
@@ -93,13 +115,15 @@ def layer_by_layer(rank: int, count: int) -> dict[str, object]:
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(module, mesh=mesh)
-    errors = [refused(lambda: answer(model)), refused(lambda: model(PROMPT))]
+    errors = [refused(lambda: alone(model)), refused(lambda: model(PROMPT))]
     losses = trained(module, rank, count)
     whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))
+    gathered = answer(model)
     for one in [module, *layers]:
         assert isinstance(one, FSDPModule)
         one.unshard()
-    return {"losses": losses, "weights": whole, "answer": answer(model), "errors": errors}
+    assert gathered == answer(model)
+    return {"losses": losses, "weights": whole, "answer": gathered, "errors": errors}
 
 
 def main(folder: str, rank: int, count: int) -> None:

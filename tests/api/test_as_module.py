@@ -225,12 +225,23 @@ def test_parts_on_several_processes_are_never_read(together: list[dict[str, Any]
     """Neither before the first step nor after the last; whole weights are those of now."""
     for one in together:
         found = one["sharded"]
-        assert len(found["errors"]) == 4
+        assert len(found["errors"]) == 5
         assert all("lie in parts on several processes" in error for error in found["errors"])
         assert found["before"] != found["answer"]
         assert "21.7k parameters" in found["shown"]
         errors = one["layer by layer"]["errors"]
         assert all("lie in parts on several processes" in error for error in errors)
+
+
+def test_calls_that_all_make_gather_the_weights(together: list[dict[str, Any]]) -> None:
+    """Those of now, before and after training; each process finds what it finds with whole ones,
+    however unlike the lengths are."""
+    for one in together:
+        found = one["sharded"]
+        assert found["gathered"] == [found["before"], found["answer"]]
+        assert found["asked"] == found["asked alone"]
+    first, second = (one["sharded"]["asked"] for one in together)
+    assert len(first[0][0]) < len(second[0][0])
 
 
 @pytest.mark.slow

@@ -145,6 +145,7 @@ def generate(
             )
         return model.generate(seed=seed, tokenizer=tokenizer, **common)
     many, single = listed(prompts)
+    model = model.gathered()
     session = Session(model, tokenizer, many, options, seed, common, gives_layers=True)
     results: dict[int, object] = {}
     errors: dict[int, Exception] = {}

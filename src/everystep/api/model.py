@@ -190,6 +190,16 @@ class LanguageModel(LoopMethods, Subject):
     def digest(self, adapters: Iterable[str] = ()) -> str:
         return self._held.digest(adapters)
 
+    def gathered(self) -> LanguageModel:
+        """Return the model itself; where its weights lie in parts on several processes, a model
+        with a copy of them as they are now, whole on each, which all ask for at the same time."""
+        held = self._held.gathered()
+        if held is self._held:
+            return self
+        made = LanguageModel.__new__(LanguageModel)
+        made._held, made.chat_defaults = held, self.chat_defaults
+        return made
+
     def close(self) -> None:
         """End the processes that hold parts of the model, where it was loaded with `parallel`; no
         call of it computes anything after that. Nothing for other models."""
@@ -363,9 +373,9 @@ class LanguageModel(LoopMethods, Subject):
 
         Its parameters are those of `named_parameters`, with the same names in its `state_dict`,
         whose values lie as in a checkpoint. Its forward is that of the model without a cache. The
-        model generates with the values that they have at each call; where they lie in parts on
-        several processes, RequestError before `unshard()`. Weights that cannot learn yet can from
-        now on; UnsupportedError for quantised ones. Of a wrapped model it is `module`.
+        model generates with the values that they have at each call, gathered where they lie in
+        parts on several processes that make the call together. Weights that cannot learn yet can
+        from now on; UnsupportedError for quantised ones. Of a wrapped model it is `module`.
         """
         return self._held.as_module(self.__call__)
 
@@ -507,6 +517,8 @@ class LanguageModel(LoopMethods, Subject):
             name = subject.core.source or "input_ids"
             prompt = with_prompt(arguments.prompt, inputs, name)
             arguments = replace(arguments, prompt=prompt)
+        if synced_gpus is not False and custom_generate is None:
+            subject = subject.gathered()
         if arguments.speech is not None:
             return transcribe(subject, arguments)
         return generate(subject, arguments)

@@ -187,6 +187,7 @@ def score(
         True
     """
     model = paired(model, tokenizer)
+    model = model if requires_grad else model.gathered()
     many, single = listed(texts)
     rows = list(many)
     before = _each_after(after, len(rows))

@@ -167,6 +167,9 @@ class Holder(Subject, Protocol):
     def as_module(self, forward: Callable[..., object]) -> nn.Module:
         """Return the module whose parameters are the weights; `forward` is that of the model."""
 
+    def gathered(self) -> Holder:
+        return self
+
     @abstractmethod
     def frozen(self, adapters: Merged | None) -> Holder:
         """Return one with a copy of the weights of now, as they are read fastest."""
@@ -431,10 +434,19 @@ class OwnSubject(Holder):
                 weight.requires_grad_(requires_grad)
 
     def frozen(self, adapters: Merged | None) -> OwnSubject:
-        in_panels = partial(panels_of, self._executor_name)
         core, kept = self._whole_core(), self._adapters
         if adapters is not None:
             core, kept = with_merged(core, kept, adapters), {}
+        return self._copied(core, kept)
+
+    def gathered(self) -> OwnSubject:
+        if self._weights is None or not self._weights.lies_in_parts:
+            return self
+        return self._copied(self._weights.gathered(self.core), self._adapters)
+
+    def _copied(self, core: Model, kept: Adapters) -> OwnSubject:
+        """Return one with a copy of these weights, which does not learn, and these adapters."""
+        in_panels = partial(panels_of, self._executor_name)
         made = OwnSubject(
             convert_model(core, in_panels=in_panels, learns=False),
             self._config,

@@ -17,7 +17,7 @@ def synced(model: Subject, options: Iterable[Options], asked: bool | None) -> It
     """Run a call within whose forwards are made by all processes together, where that is `asked`
     for; None: where weights of a module that it runs lie in parts on several processes.
 
-    A model of this library has its weights whole on each process, and waits for none. A call
+    A model of this library has gathered its weights before, and waits for none. A call
     inside of such a call is part of it.
     """
     modules = [one.foreign for one in _cores(model, options) if isinstance(one, ForeignModel)]

@@ -14,6 +14,7 @@ from dataclasses import fields, is_dataclass, replace
 from itertools import takewhile
 from typing import Any, TypeVar, cast, final
 
+import torch
 from torch import Tensor, nn
 
 from everystep.errors import InvariantError, RequestError, UnsupportedError, shown
@@ -130,6 +131,22 @@ class WeightModule(nn.Module):
         self._followed = found
         return made
 
+    @property
+    def lies_in_parts(self) -> bool:
+        """True where a weight lies in parts on several processes."""
+        return any(hasattr(one, "full_tensor") for one in self.parameters())
+
+    def gathered(self, model: Model) -> Model:
+        """Return the followed model with copies of the weights of now, those that lie in parts
+        gathered, which all processes ask for at the same time."""
+        with torch.no_grad():
+            whole = {
+                id(one): one.full_tensor()
+                for one in self.parameters()
+                if hasattr(one, "full_tensor")
+            }
+        return with_tensors(model, whole)
+
     def require_whole(self, *, but_layers: bool = False) -> None:
         """Raise RequestError where a weight lies in parts on several processes; `but_layers`: of
         layers they are whole when the layer runs, if something gathers them then."""
@@ -144,8 +161,9 @@ class WeightModule(nn.Module):
                 "the weights lie in parts on several processes",
                 wanted="whole weights",
                 got=f"a part of {names[0]}",
-                do="Call unshard() of the module, and of each layer that was sharded, on every "
-                "process, and reshard() afterwards; a forward is a call of the sharded module",
+                do="Call model.generate, es.generate or es.score on every process together, or "
+                "unshard() of what was sharded, and reshard() afterwards; a forward is a call of "
+                "the sharded module",
             )
 
 

@@ -82,6 +82,11 @@ class Subject(Protocol):
         """Return a text that is equal for models that compute the same, bit for bit, also with
         these adapters; RequestError where there is none of such a name."""
 
+    def gathered(self) -> Subject:
+        """Return a subject with a copy of the weights of now, where they lie in parts on several
+        processes, which all ask for it at the same time; itself where they are whole."""
+        return self
+
     # --- what follows from the core ---------------------------------------------------------------
 
     @property

@@ -180,7 +180,7 @@ class Crew:
                     got=why or error,
                     do="Call again: what still runs is fed again from its ids"
                     if self._children is not None
-                    else "Start all processes again",
+                    else "Call again, and start all processes again where that fails too",
                 ) from error
             except BaseException:
                 self._leave(gone)
@@ -226,22 +226,20 @@ class Crew:
                 self.close(f"process {still[0]} {self._state(still[0], meeting)}")
                 self._refuse(self._over or "")
         self._calling = False
-        try:
-            self.group.meet(meeting)
-        except RankError as error:
-            self._refuse(str(error))
+        self.group.meet(meeting)
 
     def _know_nothing(self) -> None:
         """Let adapters be told anew, since a process may know none."""
         self._new = {number: adapter_form(one) for one, number in list(self._known.items())}
 
     def _wait(self, numbers: list[int], meeting: int, seconds: float) -> list[int]:
-        """Return those of the processes that do not come within so many seconds."""
+        """Return those of the processes that do not come within so many seconds, at once where
+        they cannot come any more."""
         until, left = time.monotonic() + seconds, numbers
         while True:
             left = [n for n in left if self.group.noted(readiness(n, meeting)) is None]
-            ended = any(self._fate(n, meeting) for n in left)
-            if not left or ended or time.monotonic() > until:
+            ended = all(self._fate(n, meeting) for n in left)
+            if ended or time.monotonic() > until:
                 return left
             time.sleep(_GLANCE)
 

@@ -1,16 +1,20 @@
-"""What does a record cost?
+"""What does a record cost, and how soon is a long one shown?
 
-    scripts/bench inspector [--turns 9] [--rows 1 32] [--out NAME]
+    scripts/bench inspector [--turns 9] [--rows 1 32] [--steps 100000] [--out NAME]
 
 The default model samples natively, with temperature and top-k, without a record and with one, plain
 and compressed, in turns. Prints, and writes to bench/results/, medians of milliseconds a step, the
-median ratio of the turns, seconds of the processor a step, and bytes a step.
+median ratio of the turns, seconds of the processor a step, and bytes a step. A record of so many
+steps, made as the library writes them, is read and served: megabytes of one row and of four beams,
+seconds to read it, and what Chromium takes from an address to the first text, and from there to
+the step of another token.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +24,12 @@ import torch
 from parts.report import options, write
 
 import everystep as es
+from everystep.inspector.page_server import PageServer
+from everystep.inspector.sessions import Reading
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.inspector.browser import Browser, chromium
+from tests.inspector.long_records import long_record
 
 ASKED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 50, "seed": 1}
 
@@ -59,18 +69,55 @@ def cost(rows: int, new: int, turns: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+def shown(steps: int, beams: int, folder: Path) -> dict[str, Any]:
+    """Megabytes of a long record, seconds until it is read and ready, milliseconds on the page."""
+    file = folder / f"{beams}.jsonl.gz"
+    long_record(file, steps, beams)
+    found: dict[str, Any] = {"MB": round(file.stat().st_size / 1e6, 1)}
+    if beams > 1 or chromium() is None:
+        return found
+    begin = time.perf_counter()
+    session = Reading(("long", es.read_record(file)))
+    found["read s"] = round(time.perf_counter() - begin, 1)
+    begin = time.perf_counter()
+    text = "document.querySelectorAll('#tokens span').length > 0"
+    step = "document.querySelector('#step tbody tr') !== null"
+    with PageServer(session) as server, Browser(folder / "profile") as browser:
+        found["ready s"] = round(time.perf_counter() - begin, 1)
+        painted, jumps = [], []
+        for _ in range(5):
+            begin = time.perf_counter()
+            browser.visit(server.url, text)
+            painted.append((time.perf_counter() - begin) * 1e3)
+            browser.until(step)
+            for part in range(1, 8):
+                at = steps * part // 8 + len(painted)
+                here = f"document.querySelector('#step h2').textContent.startsWith('Token {at}:')"
+                begin = time.perf_counter()
+                browser.value(f"everystep.go({at})")
+                browser.until(f"{here} && {step}")
+                jumps.append((time.perf_counter() - begin) * 1e3)
+    found["first paint ms"] = round(statistics.median(painted))
+    found["jump ms"] = round(statistics.median(jumps))
+    return found
+
+
 def main() -> None:
     parser = options(__doc__ or "", threads=2)
     parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 32])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    content: dict[str, Any] = {"cost": {}, "load": os.getloadavg()}
+    content: dict[str, Any] = {"cost": {}, "page": {}, "load": os.getloadavg()}
     with tempfile.TemporaryDirectory() as name:
         for rows in args.rows:
             new = 64 if rows == 1 else 16
             content["cost"][rows] = cost(rows, new, args.turns, Path(name))
             print(rows, content["cost"][rows], flush=True)
+        for beams in (1, 4) if args.steps else ():
+            content["page"][beams] = shown(args.steps, beams, Path(name))
+            print(beams, content["page"][beams], flush=True)
     write("inspector", args, content)
 
 

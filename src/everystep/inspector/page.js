@@ -3,7 +3,7 @@
 // by window and what verbs answer. There is no storage here, no network, and no other file.
 function everystepPage(root, source) {
   "use strict";
-  const PART = 2000; // tokens that are shown at once
+  const PART = 500; // tokens that are shown at once
   const WINDOW = 100; // steps that are asked for at once
   const PROMPT = 5000; // ids of the prompt that are shown
   const MEASURES = ["surprise", "entropy", "rank", "milliseconds"];
@@ -21,6 +21,7 @@ function everystepPage(root, source) {
   const state = { run: 0, sequence: null, at: 0, measure: 0, part: -1, busy: false };
   const windows = new Map(); // steps that were asked for, by run and window
   const places = {}; // the elements that are drawn again
+  const counts = { windows: 0, spans: 0, bars: 0 }; // what was asked for and made so far
   let record;
 
   const make = (tag, attributes = {}, ...children) => {
@@ -57,6 +58,7 @@ function everystepPage(root, source) {
     if (held === undefined || !held.asked) {
       const waiting = Object.assign([], { asked: true });
       windows.set(name, waiting);
+      counts.windows += 1;
       source.steps(token[5], number * WINDOW, WINDOW).then((steps) => {
         windows.set(name, steps);
         drawStep();
@@ -131,6 +133,7 @@ function everystepPage(root, source) {
         return make("span", { class: kind, id: `token-${at}`, role: "option", "data-at": at, "aria-selected": "false", text: spell(token[0]) });
       });
       places.tokens.replaceChildren(...own);
+      counts.spans += own.length;
       const last = Math.min((part + 1) * PART, every.length) - 1;
       places.part.textContent = every.length > PART ? `tokens ${part * PART} to ${last} of ${every.length}` : "";
     }
@@ -323,22 +326,34 @@ function everystepPage(root, source) {
     return places.strip;
   };
 
+  // Bars are made once of all tokens, and drawn again with another token marked.
+  const bars = () => {
+    const own = tokens();
+    if (places.bars && places.bars.of === own && places.bars.measure === state.measure) return places.bars;
+    const width = Math.min(1200, Math.max(own.length, 1) * 12);
+    const highest = new Array(width).fill(null);
+    let most = 1e-9;
+    own.forEach((token, i) => {
+      const value = measured(token);
+      if (value === null) return;
+      most = Math.max(most, value);
+      const to = Math.max(Math.floor((i * width) / own.length) + 1, Math.floor(((i + 1) * width) / own.length));
+      for (let x = Math.floor((i * width) / own.length); x < to; x += 1) highest[x] = Math.max(value, highest[x] ?? value);
+    });
+    counts.bars += 1;
+    places.bars = { of: own, measure: state.measure, width, highest, most };
+    return places.bars;
+  };
+
   const drawStrip = () => {
-    const values = tokens().map(measured);
-    const most = values.reduce((a, b) => (b !== null && b > a ? b : a), 1e-9);
+    const { width, highest, most } = bars();
+    const values = tokens();
     const canvas = places.strip;
     canvas.setAttribute("aria-label", `${MEASURES[state.measure]} of every token, up to ${shown(most)}`);
-    const width = (canvas.width = Math.min(1200, Math.max(values.length, 1) * 12));
+    canvas.width = width;
     const height = (canvas.height = 72);
     const pen = canvas.getContext("2d");
     const colour = (name) => getComputedStyle(root).getPropertyValue(name);
-    const highest = new Array(width).fill(null);
-    for (let x = 0; x < width; x += 1) {
-      const from = Math.floor((x * values.length) / width);
-      const to = Math.max(from + 1, Math.floor(((x + 1) * values.length) / width));
-      for (let i = from; i < to && i < values.length; i += 1)
-        if (values[i] !== null && (highest[x] === null || values[i] > highest[x])) highest[x] = values[i];
-    }
     pen.fillStyle = colour("--quiet");
     highest.forEach((value, x) => {
       if (value !== null) pen.fillRect(x, height * (1 - value / most), 1, height);
@@ -647,5 +662,5 @@ function everystepPage(root, source) {
   };
 
   source.document().then(opened).catch(failed);
-  return { renew };
+  return { renew, go, counts };
 }

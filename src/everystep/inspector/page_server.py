@@ -129,6 +129,7 @@ class PageServer:
         self, session: InspectorSession, port: int = 0, allow_hosts: Iterable[str] = ()
     ) -> None:
         self.session = session
+        self._written: tuple[object, Response] | None = None
         self.token = secrets.token_urlsafe(32)
         try:
             self._socket = socket.create_server(("127.0.0.1", port))
@@ -151,6 +152,7 @@ class PageServer:
         return f"http://127.0.0.1:{self.port}/#token={self.token}"
 
     def __enter__(self) -> PageServer:
+        self._first()  # whoever opens the address does not wait for it
         self._thread.start()
         return self
 
@@ -189,7 +191,14 @@ class PageServer:
         return Response(text, media_type=f"{kind}; charset=utf-8")
 
     async def _document(self, request: Request) -> Response:
-        return _answer(await asyncio.to_thread(self.session.document))
+        return await asyncio.to_thread(self._first)
+
+    def _first(self) -> Response:
+        """Return the document, written out once as long as it is the same."""
+        found = self.session.document()
+        if self._written is None or self._written[0] is not found:
+            self._written = found, _answer(found)
+        return self._written[1]
 
     async def _steps(self, request: Request) -> Response:
         said = [request.query_params.get(name, "") for name in ("run", "from", "count")]

@@ -17,7 +17,7 @@
     if (!answer.ok) throw new Error(found.error);
     return found;
   };
-  everystepPage(document.getElementById("page"), {
+  window.everystep = everystepPage(document.getElementById("page"), {
     links: true,
     document: () => asked("document"),
     steps: (run, from, count) => asked(`steps?run=${run}&from=${from}&count=${count}`),

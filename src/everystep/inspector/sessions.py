@@ -296,6 +296,7 @@ class Reading(InspectorSession):
     ) -> None:
         super().__init__(model, tokenizer)
         self._shown, self._other = shown, other
+        self._document: dict[str, object] | None = None
 
     def record(self) -> Record:
         """Return the first record."""
@@ -307,10 +308,13 @@ class Reading(InspectorSession):
         return [*super().all_runs(), *more]
 
     def document(self) -> dict[str, object]:
-        """Return both records without steps."""
-        title, record = self._shown
-        found = document(record, title, self._other, whole=False)
-        return {**found, "asks": self.model is not None and self._other is None, "live": None}
+        """Return both records without steps, made once, since files in hands do not change."""
+        if self._document is None:
+            title, record = self._shown
+            found = document(record, title, self._other, whole=False)
+            asks = self.model is not None and self._other is None
+            self._document = {**found, "asks": asks, "live": None}
+        return self._document
 
     def verbs(self) -> Mapping[str, LineVerb]:
         """Return the questions."""

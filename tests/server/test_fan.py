@@ -19,7 +19,23 @@ from everystep.server.batch_run import rows_of_lines
 from everystep.server.engine_process import EngineOrders
 from everystep.server.inside import InnerReply
 from everystep.server.link import EngineGone, Mooring
-from everystep.server.messages import Ask, Begun, Failed, HearAsk, Over, Ready, RowNews, ScoreAsk
+from everystep.server.messages import (
+    OF_ENGINE,
+    WINDOW,
+    Ask,
+    Begun,
+    Failed,
+    HearAsk,
+    Over,
+    Quit,
+    Ready,
+    RowNews,
+    ScoreAsk,
+    Taken,
+    Tokens,
+    frame,
+    read_frame,
+)
 from everystep.server.ray.fan import ReplicaFan, ReplicaGone, Replicas, session_of
 from everystep.server.ray.orders import replica_orders, sharing
 from everystep.server.ray.parts import gathered, packed_part, read_part
@@ -227,6 +243,58 @@ def test_asks_that_can_share_rows_have_a_session_in_common(
 
 async def parts_of(news: Callable[[], AsyncGenerator[Any, None]], seconds: float) -> list[Any]:
     return [part async for part in gathered(news(), seconds)]
+
+
+class Endless(Replicas):
+    """One replica whose answers have no end."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    async def facts(self) -> Ready:
+        return Ready([], 4, 1)
+
+    async def follow(self, asked: bytes, session: str | None) -> AsyncGenerator[bytes, None]:
+        while True:
+            await asyncio.sleep(0)
+            self.given += 1
+            yield packed_part([RowNews(1, 0, self.given)])
+
+    async def count(self) -> int:
+        return 1
+
+
+def test_no_more_is_taken_from_a_replica_than_the_reader_has_room_for() -> None:
+    async def work() -> None:
+        ours, theirs = socket.socketpair()
+        replicas = Endless()
+        serving = asyncio.create_task(ReplicaFan(replicas, 0).serve(theirs))
+        reader, writer = await asyncio.open_connection(sock=ours)
+        got = 0
+
+        async def read() -> None:
+            nonlocal got
+            while (body := await read_frame(reader)) is not None:
+                message = OF_ENGINE.decode(body)
+                got += len(message.rows) if isinstance(message, Tokens) else 0
+
+        reading = asyncio.create_task(read())
+        writer.write(frame(Ask(1, "tiny", [5], {}, streams=True)))
+        for more in (0, 100, 1):
+            if more:
+                writer.write(frame(Taken(1, more)))
+            expected = got + (more or WINDOW)
+            while got < expected:
+                await asyncio.sleep(0)
+            for _ in range(1000):  # nothing follows
+                await asyncio.sleep(0)
+            assert got == replicas.given == expected
+        writer.write(frame(Quit()))
+        await serving
+        writer.close()
+        await reading
+
+    asyncio.run(work())
 
 
 def test_tokens_are_gathered_and_the_end_is_not_kept_waiting() -> None:

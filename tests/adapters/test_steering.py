@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 import everystep as es
 from everystep.adapters import EVERY_PART, STEERED_LAYERS, read_steering
 from everystep.adapters import adapter as adapter_module
+from everystep.api.model import LanguageModel
 from everystep.errors import RequestError, UnsupportedError
 from everystep.inspector.counterfactuals import repeat, speller
 from everystep.inspector.inside import lens
@@ -205,6 +206,68 @@ def test_every_call_takes_it(tmp_path: Path) -> None:
             return [str(one) for one in await asyncio.gather(*both)]
 
     assert asyncio.run(served())[0] == expected
+
+
+@pytest.mark.parametrize("executor", ["torch", "native"])
+def test_scores_are_those_of_what_it_generates(executor: str) -> None:
+    """The likelihoods of a steered text, read from its steps, from a score, and by a forward."""
+    model = LanguageModel(tiny_llama(seed=2, dtype=torch.float32).core, executor=executor)  # type: ignore[arg-type]
+    steer = drawn(model.width, (0, 1), 3)
+    given = {**LONG, "return_dict_in_generate": True, "logprobs": 0}
+    out = es.generate(model, None, PROMPT, **given, steer=steer)
+    plain = es.score(model, None, list(out.tokens), after=PROMPT)
+    score = es.score(model, None, list(out.tokens), after=PROMPT, steer=steer)
+    known = out.logprobs.logprobs
+    assert torch.allclose(score.logprobs, known, atol=1e-4)
+    assert not torch.allclose(plain.logprobs, known, atol=1e-2)
+    if executor == "torch":
+        ids = torch.tensor([[*PROMPT, *out.tokens]])
+        logits = model(ids, steer=steer).logits.log_softmax(-1)
+        at = logits[0, len(PROMPT) - 1 : -1].gather(1, ids[0, len(PROMPT) :, None])[:, 0]
+        assert torch.allclose(at, known, atol=1e-4)
+
+
+def test_a_forward_steers_each_row_by_itself() -> None:
+    torch.manual_seed(3)
+    reference = reference_decoder("llama", torch.float32)
+    model = es.LanguageModel(ours(reference), es.GenerationConfig(), executor="torch")
+    one, two = drawn(model.width, (0,), 1), drawn(model.width, (1,), 2)
+    ids = torch.tensor([PROMPT, PROMPT[::-1], PROMPT])
+    rows = model(ids, steer=[one, None, two]).logits
+    for row, vectors in enumerate((one, {}, two)):
+        with hooked(reference, vectors), torch.no_grad():
+            wanted = reference(ids[row : row + 1]).logits
+        assert torch.allclose(rows[row : row + 1], wanted, atol=1e-4)
+    both = model(ids, steer=one)
+    assert torch.equal(both.logits[0], rows[0])
+    with pytest.raises(RequestError, match="steer does not fit"):
+        model(ids, steer=[one])
+
+
+def test_gradients_pass_through_steering() -> None:
+    model = tiny_llama(seed=2, dtype=torch.float32)
+    model.requires_grad_()
+    steer = drawn(model.width, (0,), 3)
+    score = es.score(model, None, PROMPT, steer=steer, requires_grad=True)
+    score.logprobs.sum().backward()
+    frozen = es.score(model, None, PROMPT, steer=steer)
+    assert torch.allclose(score.logprobs.detach(), frozen.logprobs, atol=1e-5)
+    assert any(one.grad is not None and one.grad.abs().sum() > 0 for one in model.parameters())
+
+
+@pytest.mark.parametrize("executor", ["torch", "native"])
+def test_a_prefix_is_steered_as_the_calls_that_go_on_from_it(executor: str) -> None:
+    model = LanguageModel(tiny_llama(seed=2, dtype=torch.float32).core, executor=executor)  # type: ignore[arg-type]
+    steer = drawn(model.width, (0, 1), 3)
+    prefix = es.prefill(model, None, PROMPT, steer=steer)
+    whole = es.generate(model, None, [*PROMPT, 8, 9], **LONG, steer=steer)
+    assert es.generate(model, None, [8, 9], prefix=prefix, **LONG, steer=steer) == whole
+    other = drawn(model.width, (0, 1), 4)
+    for wrong in ({}, {"steer": other}):
+        with pytest.raises(RequestError, match="prefix"):
+            es.generate(model, None, [8, 9], prefix=prefix, **LONG, **wrong)
+    longer = es.prefill(model, None, [8], prefix=prefix, steer=steer)
+    assert es.generate(model, None, [9], prefix=longer, **LONG, steer=steer) == whole
 
 
 def test_rows_are_shared_by_equal_steering_alone() -> None:

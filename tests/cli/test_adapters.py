@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import everystep as es
 from everystep.cli.adapters import AskedAdapter, asked_adapters
@@ -53,6 +54,29 @@ def test_commands_run_with_a_mix(folder: Path, call: Caller) -> None:
     bench = ("bench", str(folder), "--prompt-tokens", "4", "--tokens", "2", "--batch", "1")
     figures = json.loads(call(*bench, "--repeats", "1", "--json", *asked).out)
     assert figures["adapters"] == mix
+
+
+def test_commands_are_steered_by_the_vectors_in_a_file(folder: Path, call: Caller) -> None:
+    model, tokenizer = es.load(folder)
+    vectors = {layer: torch.randn(model.width) * 50 for layer in (0, 1)}
+    file = folder.parent / "steer.safetensors"
+    save_file({str(layer): one for layer, one in vectors.items()}, file)
+    prompt = ("the cat sat", "-m", str(folder), "-n", "8")
+    expected = es.generate(model, tokenizer, "the cat sat", steer=vectors, max_new_tokens=8)
+    assert call("generate", *prompt, "--steer", str(file)).out.rstrip("\n") == expected.rstrip("\n")
+    assert call("generate", *prompt).out.rstrip("\n") != expected.rstrip("\n")
+    line = ("perplexity", str(folder.parent / "text.txt"), "-m", str(folder), "--json")
+    score = es.score(model, tokenizer, TEXT.removesuffix("\n"), steer=vectors)
+    found = json.loads(call(*line, "--steer", str(file)).out)
+    assert found["perplexity"] == pytest.approx(score.perplexity)
+    save_file({"layers.0": vectors[0]}, file)
+    refused = call("generate", *prompt, "--steer", str(file))
+    assert refused.code != 0 and "no vectors by layer" in refused.err
+    save_file({"7": vectors[0]}, file)
+    refused = call("generate", *prompt, "--steer", str(file))
+    assert refused.code != 0 and "a layer that the model does not have" in refused.err
+    refused = call("inspect", "a.jsonl", "--steer", str(file))
+    assert refused.code != 0 and "--steer belong to --prompt" in refused.err
 
 
 def test_a_run_goes_on_with_its_adapter(folder: Path, call: Caller) -> None:

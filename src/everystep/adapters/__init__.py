@@ -41,6 +41,8 @@ from everystep.adapters.peft_folder import read_adapter, write_adapter
 from everystep.adapters.steering import (
     SteeringAdapter,
     read_steering,
+    read_steering_of_rows,
+    steered,
     vectors_of,
     without_steering,
 )
@@ -81,8 +83,10 @@ __all__ = [
     "read_adding",
     "read_loading",
     "read_steering",
+    "read_steering_of_rows",
     "require_adapter",
     "require_free",
+    "steered",
     "uses_of",
     "vectors_of",
     "weighted_adapter",

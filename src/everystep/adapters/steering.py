@@ -7,15 +7,15 @@ name is made of its values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from everystep.adapters.adapter import AFTER, STEER, Adapter
-from everystep.adapters.changes import AdapterChange, AfterLayer
+from everystep.adapters.adapter import AFTER, STEER, Adapter, SteeredStates
+from everystep.adapters.changes import AdapterChange, Addition, AfterLayer
 from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.models import Model
 from everystep.models.decoder import Decoder
@@ -69,6 +69,39 @@ def read_steering(model: object, value: object) -> SteeringAdapter | None:
     where = "" if network.device.type == "cpu" else f" on {network.device}"
     name = f"{STEER}{made.digest()[:32]}{where}"
     return SteeringAdapter(name, _KNOWN.setdefault(name, made))
+
+
+def read_steering_of_rows(
+    model: object, value: object, rows: int
+) -> Sequence[SteeringAdapter | None]:
+    """Return (rows,) the steering of each row: of one value for all, or of a list with one each."""
+    if not isinstance(value, list | tuple):
+        return [read_steering(model, value)] * rows
+    if len(value) != rows:
+        wanted = f"vectors by layer, or {rows} of them"
+        raise RequestError(
+            "steer does not fit the call", wanted=wanted, got=f"{len(value)} of them"
+        )
+    return [read_steering(model, one) for one in value]
+
+
+def steered(decoder: Decoder, each: Sequence[SteeringAdapter | None], length: int) -> Decoder:
+    """Return the decoder for a forward over rows of `length` positions, each with its steering."""
+    places: dict[str, list[int]] = {}
+    for row, one in enumerate(each):
+        if one is not None:
+            places.setdefault(one.name, []).extend(range(row * length, (row + 1) * length))
+    adapters = {one.name: one.adapter for one in each if one is not None}
+    added: dict[int, list[tuple[Addition, Tensor, Tensor]]] = {}
+    for name, own in places.items():
+        at = torch.tensor(own, device=decoder.device)
+        for key, changes in adapters[name].targets.items():
+            layer = int(key.removeprefix(AFTER))
+            weights = torch.ones(len(own), 1, device=decoder.device, dtype=decoder.dtype)
+            after = [(change, at, weights) for change in changes if isinstance(change, AfterLayer)]
+            added.setdefault(layer, []).extend(after)
+    states = SteeredStates({layer: tuple(own) for layer, own in added.items()})
+    return replace(decoder, changes_states=states) if added else decoder
 
 
 def vectors_of(adapter: Adapter) -> dict[int, Tensor]:

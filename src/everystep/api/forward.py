@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from everystep.adapters import read_steering_of_rows, steered
 from everystep.api.subjects import OwnSubject
 from everystep.cache.containers import Cache, DynamicCache, EncoderDecoderCache
 from everystep.config.kinds import is_integer, is_number, require
 from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError, nearest, shown
 from everystep.executors.positions import require_positions
+from everystep.models.decoder import Decoder
 from everystep.models.vision.spec import VisionSpec
 from everystep.nn.loss import NO_LABEL, Head, label_logprobs, label_losses
 from everystep.nn.network import Heard, Network, Placed, holds_states
@@ -71,6 +73,7 @@ def forward(
     output_logprobs: bool = False,
     adapter_names: object = None,
     adapters: object = None,
+    steer: object = None,
     decoder_inputs_embeds: Tensor | None = None,
     cache_position: Tensor | None = None,
     **prompt_inputs: object,
@@ -92,7 +95,8 @@ def forward(
     that come after what is cached; keys and values of the encoder's states are cached beside them.
     `cache_position` (T,) says what holds anyway: S..S+T-1. `prompt_inputs`: pixels and grids,
     boxes, and what else the model's encoders read, as for `generate`; `adapter_names` and
-    `adapters` name the adapters of all rows or of each, as there.
+    `adapters` name the adapters of all rows or of each, `steer` has vectors that are added after
+    layers, as there.
     Differentiable after `requires_grad_`, and in adapters that learn. Returns a
     `CausalLMOutput`, or with `return_dict=False` a tuple.
     """
@@ -112,6 +116,9 @@ def forward(
     mixes = read_adapters(adapter_names, adapters, model.adapters)
     rows, length = (1, 0) if given is None else given.shape[:2]
     core = model.adapted_core(adapters_of(mixes, rows), length)
+    if steer is not None:
+        asked = read_steering_of_rows(core, steer, rows)
+        core = replace(core, network=steered(cast(Decoder, core.network), asked, length))
     read = input_ids, position_ids, inputs_embeds
     seen = see_inputs(model, *read, attention_mask, cache, prompt_inputs, core.network.embed)
     whole = None if labels is None else require_labels(labels, given, kept, model.vocab_size)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
-from torch import nn
+from torch import Tensor, nn
 
 from everystep.adapters import Mix
 from everystep.api.model import LanguageModel, paired
@@ -44,6 +44,7 @@ def prefill(
     *,
     prefix: Prefix | None = None,
     adapter_names: str | None = None,
+    steer: Mapping[int, Tensor] | None = None,
     **inputs: Unpack[PromptInputs],
 ) -> Prefix:
     """Feed a prompt once, and return the prefix from which calls go on.
@@ -52,7 +53,8 @@ def prefill(
     answer, or a mapping of any of these and what stands beside them, as for `es.generate`. Without
     it, one row of what `model.generate` reads: `input_ids`, `inputs_embeds`, `position_ids`,
     `attention_mask`, and what the model declares. `prefix`: another one that this one goes on from.
-    `adapter_names`: the adapter that it is fed with. The handle keeps a copy of the keys and
+    `adapter_names`: the adapter that it is fed with; `steer`: vectors that are added after layers,
+    which calls that go on from it need too. The handle keeps a copy of the keys and
     values, `prefix.nbytes` of them. UnsupportedError for a model with an encoder, or with weights
     that learn, RequestError for
     what does not fit.
@@ -89,7 +91,10 @@ def prefill(
     if given.past_key_values is not None:
         do = "Pass past_key_values to model.generate, or the whole prompt here"
         raise RequestError("a prefix is made from what is fed", got="past_key_values", do=do)
-    asked = Arguments(objects=Objects(prefix=prefix, adapter_names=adapter_names))
+    objects = Objects(prefix=prefix, adapter_names=adapter_names)
+    if steer is not None:
+        objects = replace(objects, steer=[steer])
+    asked = Arguments(objects=objects)
     options = read_options(model, asked, tokenizer)
     read = read_inputs(model, given, options.ends, options.prefix)
     if options.prefix is not None:
@@ -113,7 +118,7 @@ def _refuse_choices(given: Mapping[str, object]) -> None:
     if others := [name for name, row in known if row and row.owner in ("field", "object")]:
         raise RequestError(
             "nothing is chosen while a prefix is fed",
-            wanted="what is read, and adapter_names",
+            wanted="what is read, adapter_names and steer",
             got=", ".join(others),
             do="Pass these to the calls that go on from it",
         )

@@ -132,6 +132,7 @@ def score(  # type: ignore[overload-overlap]  # a text is a series of texts
     window: int | None = None,
     stride: int | None = None,
     adapter_names: str | None = None,
+    steer: Mapping[int, Tensor] | None = None,
     requires_grad: bool = False,
     progress: bool = False,
 ) -> Score: ...
@@ -148,6 +149,7 @@ def score(
     window: int | None = None,
     stride: int | None = None,
     adapter_names: str | None = None,
+    steer: Mapping[int, Tensor] | None = None,
     requires_grad: bool = False,
     progress: bool = False,
 ) -> list[Score]: ...
@@ -163,6 +165,7 @@ def score(
     window: int | None = None,
     stride: int | None = None,
     adapter_names: str | None = None,
+    steer: Mapping[int, Tensor] | None = None,
     requires_grad: bool = False,
     progress: bool = False,
 ) -> Any:
@@ -176,6 +179,7 @@ def score(
     each place. A row longer than `window` ids, which is the model's context unless given, is read
     in windows that begin `stride` ids after each other (three quarters of a window unless given);
     each scores what the one before it did not reach. `adapter_names`: the adapter it runs with.
+    `steer`: vectors that are added after layers, as for `es.generate`.
     `requires_grad`: whether `logprobs` is differentiable in what learns, the weights or that
     adapter; each window is a forward then. `progress`: whether a bar shows how far it is.
     RequestError for what cannot be scored, and where gradients are asked for and nothing learns.
@@ -194,7 +198,9 @@ def score(
     window, stride = _sizes(model, window, stride)
     read_count("best", best, model.vocab_size)
     _require_gradients(requires_grad, best)
-    asked = Arguments(objects=Objects(adapter_names=adapter_names))
+    asked = Arguments(
+        objects=Objects(adapter_names=adapter_names, steer=None if steer is None else [steer])
+    )
     options = read_options(model, asked, tokenizer)
     (adapters,) = adapters_of(options.adapters, 1)
     pairs = zip(rows, before, strict=True)
@@ -202,7 +208,8 @@ def score(
     found: list[list[tuple[Tensor, ...]]] = [[] for _ in rows]
     spans = [span for row in read for span in _spans(row, window, stride)]
     if requires_grad:
-        each = _differentiable(model, read, (window, stride), adapter_names)
+        changed = {"adapter_names": adapter_names, "steer": steer}
+        each = _differentiable(model, read, (window, stride), changed)
     else:
         windows = _windows(model, read, window, stride)
         each = _run(model, windows, best, adapters, options.resolved_of(adapters))
@@ -371,14 +378,17 @@ def _require_gradients(asked: object, best: int) -> None:
 
 
 def _differentiable(
-    model: LanguageModel, rows: Sequence[_Row], sizes: tuple[int, int], adapter: str | None
+    model: LanguageModel,
+    rows: Sequence[_Row],
+    sizes: tuple[int, int],
+    changed: Mapping[str, object],
 ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
     """Yield the same as `_run`, window by window, with gradients."""
     forward = _of_module if model.module is not None else _of_labels
     for number, row in enumerate(rows):
         for start, first, end in _spans(row, *sizes):
             ids = torch.from_numpy(row.ids[start:end].copy()).to(model.device)
-            logprobs = forward(model, ids, row.source, adapter)[first - start - 1 :].float()
+            logprobs = forward(model, ids, row.source, changed)[first - start - 1 :].float()
             if not logprobs.requires_grad:
                 raise RequestError(
                     "nothing that this text is scored with learns, so that there are no gradients",
@@ -392,11 +402,10 @@ def _differentiable(
 
 
 def _of_labels(
-    model: LanguageModel, ids: Tensor, source: EncoderSource | None, adapter: str | None
+    model: LanguageModel, ids: Tensor, source: EncoderSource | None, changed: Mapping[str, object]
 ) -> Tensor:
     """Return (n - 1,) the log-probability of each of n ids but the first."""
-    told: dict[str, object] = {"adapter_names": adapter, "output_logits": False}
-    told |= {"output_logprobs": True, "use_cache": False}
+    told = {**changed, "output_logits": False, "output_logprobs": True, "use_cache": False}
     if source is None:
         return model(ids[None], labels=ids[None], **told).logprobs[0, 1:]
     (prompt,) = source.prompts
@@ -409,10 +418,10 @@ def _of_labels(
 
 
 def _of_module(
-    model: LanguageModel, ids: Tensor, source: EncoderSource | None, adapter: str | None
+    model: LanguageModel, ids: Tensor, source: EncoderSource | None, changed: Mapping[str, object]
 ) -> Tensor:
     """Return the same of a module of another library, which knows no labels of ours."""
-    if adapter is not None or source is not None:
+    if any(one is not None for one in changed.values()) or source is not None:
         do = "Choose the active adapter in the module, and leave adapter_names out"
         raise RequestError("gradients of a wrapped model are those of its decoder", do=do)
     scores = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()

@@ -1,7 +1,8 @@
-"""`--adapter`: adapters that a command loads with its model, each with a name and a weight."""
+"""`--adapter` and `--steer`: what a command changes of its model, in folders and in a file."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,16 @@ AdapterOption = Annotated[
         "--adapter",
         metavar="[NAME=]DIR[@WEIGHT]",
         help="Run the model with the adapter in DIR, so much of it. Repeatable: a mix.",
+        rich_help_panel="Model",
+    ),
+]
+
+SteerOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--steer",
+        metavar="FILE.safetensors",
+        help="Add the vectors in FILE after layers; a vector's name is the number of its layer.",
         rich_help_panel="Model",
     ),
 ]
@@ -50,6 +61,23 @@ def with_adapters(model: Any, asked: Sequence[AskedAdapter]) -> dict[str, Any]:
     for one in asked:
         model.load_adapter(one.folder, one.name)
     return {"adapters": {one.name: one.weight for one in asked}} if asked else {}
+
+
+def asked_steering(file: Path | None) -> dict[str, Any]:
+    """Return the argument of a call that is steered by the vectors in a file; none without one.
+
+    RequestError for a name that is no number of a layer.
+    """
+    if file is None:
+        return {}
+    from everystep.files.safetensors import read_file  # imports torch, which others do without
+
+    weights, _ = read_file(file)
+    for name in weights.names():
+        if not re.fullmatch(r"\d{1,6}", name):
+            wanted = "the numbers of layers, as 12"
+            raise RequestError(f"{file} holds no vectors by layer", wanted=wanted, got=name[:40])
+    return {"steer": {int(name): weights.load(name) for name in weights.names()}}
 
 
 def _read(text: str) -> AskedAdapter:

@@ -13,7 +13,13 @@ import typer
 
 from everystep.cli import command_options as o
 from everystep.cli import lines
-from everystep.cli.adapters import AdapterOption, asked_adapters, with_adapters
+from everystep.cli.adapters import (
+    AdapterOption,
+    SteerOption,
+    asked_adapters,
+    asked_steering,
+    with_adapters,
+)
 from everystep.cli.chat_settings import SETTINGS
 from everystep.cli.conversation import USUAL_LENGTH, Conversation
 from everystep.cli.loading import load
@@ -43,6 +49,7 @@ def chat(
     device: o.Device = "cpu",
     offline: o.Offline = False,
     adapter: AdapterOption = None,
+    steer_file: SteerOption = None,
     **said: Any,
 ) -> None:
     """Talk to a model; /help shows what can be said beside messages. With MESSAGE, answer it.
@@ -51,14 +58,14 @@ def chat(
     beside MESSAGE, text from a pipe or a file follows it after a blank line.
     """
     decoding, seed = o.decoding(said), said.pop("seed")
-    adapters = asked_adapters(adapter)
+    adapters, steering = asked_adapters(adapter), asked_steering(steer_file)
     text = None if message is None else read_prompt(message, None)
     offline = offline or context.obj
     loaded, tokenizer = load(model, dtype, quantize, cache_dtype, device, offline)
     require_template(tokenizer, "a chat")
     o.note_seed(loaded, decoding, seed, in_chat=True)
     system = loaded.chat_defaults.system if system is None else system
-    mix, keywords = with_adapters(loaded, adapters), o.keywords(said)
+    mix, keywords = {**with_adapters(loaded, adapters), **steering}, o.keywords(said)
     conversation = Conversation(loaded, tokenizer, keywords, seed, system, adapters=mix)
     if text is not None:
         conversation.ask(text)

@@ -11,7 +11,13 @@ import typer
 
 import everystep as es
 from everystep.cli import command_options as o
-from everystep.cli.adapters import AdapterOption, asked_adapters, with_adapters
+from everystep.cli.adapters import (
+    AdapterOption,
+    SteerOption,
+    asked_adapters,
+    asked_steering,
+    with_adapters,
+)
 from everystep.cli.loading import load
 from everystep.cli.page_questions import Lines, Page, Reasoning, asked_page
 from everystep.cli.questions import CommandPrompt
@@ -65,6 +71,7 @@ def generate(
     device: o.Device = "cpu",
     offline: o.Offline = False,
     adapter: AdapterOption = None,
+    steer_file: SteerOption = None,
     **said: Any,
 ) -> None:
     """Continue PROMPT, or with --chat or --image answer it.
@@ -90,14 +97,14 @@ def generate(
             require_writable(written)
     decoding, seed = o.decoding(said), said["seed"]
     decoding |= o.following(said)
-    adapters = asked_adapters(adapter)
+    adapters, steering = asked_adapters(adapter), asked_steering(steer_file)
     text = "" if resume is not None else read_prompt(prompt, file)
     asked = CommandPrompt(text, as_message, system, about_page, images)
     started = time.perf_counter()
     how = (dtype, quantize, cache_dtype, device, offline or context.obj)
     loaded, tokenizer = load(model, *how)
     decoding |= o.forced_words(said["force_words"], tokenizer)
-    mix = with_adapters(loaded, adapters)
+    mix = {**with_adapters(loaded, adapters), **steering}
     drafting = _drafting(decoding.pop("assistant_model", None), how)
     drafting |= {} if record is None else {"record": record}
     ready = time.perf_counter()

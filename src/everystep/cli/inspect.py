@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from everystep.cli import command_options as o
-from everystep.cli.adapters import AdapterOption
+from everystep.cli.adapters import AdapterOption, SteerOption
 from everystep.cli.live_inspection import Loaded, hold, serve_page
 from everystep.cli.terminal import is_terminal, note, write_line, write_table
 from everystep.errors import MissingExtraError
@@ -146,6 +146,7 @@ def inspect(
     device: o.Device = "cpu",
     offline: o.Offline = False,
     adapter: AdapterOption = None,
+    steer_file: SteerOption = None,
     **said: Any,
 ) -> None:
     """Show every step of a recorded generation: what was chosen, from what, and why it stopped.
@@ -153,7 +154,7 @@ def inspect(
     With --prompt, open a run and drive it by hand, in the terminal or on a page.
     """
     how = (dtype, quantize, cache_dtype, device, offline or context.obj)
-    loaded = Loaded(model, how, adapter)
+    loaded = Loaded(model, how, adapter, steer_file)
     _require_sense(context, file=file, prompt=prompt)
     if file is None:
         hold(loaded, str(prompt), said, as_message=as_message, web=(web, port, allow_host))
@@ -205,7 +206,7 @@ def _require_sense(context: typer.Context, *, file: Path | None, prompt: str | N
     if prompt is not None:
         wrong, why = typed & {*_OF_FILES, *_OF_QUESTIONS}, "are for records in files"
     else:
-        wrong, why = typed & {*o.OPTIONS, "as_message"}, "belong to --prompt"
+        wrong, why = typed & {*o.OPTIONS, "as_message", "steer_file"}, "belong to --prompt"
     if not wrong and not (typed & {"web"}):
         wrong, why = typed & {*_OF_PAGES}, "belong to --web"
     if not wrong and prompt is None and not questions and "web" not in typed:
@@ -222,7 +223,7 @@ def _require_sense(context: typer.Context, *, file: Path | None, prompt: str | N
     if not wrong and len(ways) > 1:
         wrong, why = ways, "are ways to show it; give one of them"
     if wrong:
-        known = {"as_message": "chat", "other": "OTHER"}
+        known = {"as_message": "chat", "other": "OTHER", "steer_file": "steer"}
         spelled = sorted(known.get(name, name).replace("_", "-") for name in wrong)
         names = ", ".join(f"--{one}" if one.islower() else one for one in spelled)
         raise typer.BadParameter(f"{names} {why}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everystep.cli import command_options as o
-from everystep.cli.adapters import asked_adapters, with_adapters
+from everystep.cli.adapters import asked_adapters, asked_steering, with_adapters
 from everystep.cli.loading import load
 from everystep.cli.questions import CommandPrompt
 from everystep.cli.terminal import is_terminal, note, write_line, write_table
@@ -34,17 +34,18 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model to be loaded once something asks for it: its name, how, and its adapters."""
+    """A model to be loaded once something asks for it: its name, how, its adapters and steering."""
 
     source: str
     how: tuple[Any, ...]
     adapters: list[str] | None
+    steer: Path | None = None
 
     def load(self) -> tuple[Any, Any, dict[str, Any]]:
         """Return the model, its tokenizer and the arguments of a call that runs with adapters."""
-        asked = asked_adapters(self.adapters)
+        asked, steering = asked_adapters(self.adapters), asked_steering(self.steer)
         model, tokenizer = load(self.source, *self.how)
-        return model, tokenizer, with_adapters(model, asked)
+        return model, tokenizer, {**with_adapters(model, asked), **steering}
 
     def answer(self, record: Record, title: str, run: str, lines: Sequence[str]) -> None:
         """Answer questions about a record."""

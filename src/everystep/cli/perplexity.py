@@ -11,7 +11,13 @@ import typer
 
 import everystep as es
 from everystep.cli import command_options as o
-from everystep.cli.adapters import AdapterOption, asked_adapters, with_adapters
+from everystep.cli.adapters import (
+    AdapterOption,
+    SteerOption,
+    asked_adapters,
+    asked_steering,
+    with_adapters,
+)
 from everystep.cli.loading import load
 from everystep.cli.models import AsJson
 from everystep.cli.terminal import is_terminal, write_report, write_table
@@ -40,13 +46,14 @@ def perplexity(
     device: o.Device = "cpu",
     offline: o.Offline = False,
     adapter: AdapterOption = None,
+    steer_file: SteerOption = None,
 ) -> None:
     """Measure how well a model predicts the text in FILE.
 
     The text is read in windows; each scores the tokens that the one before it did not reach.
     Figures of one model with one window and stride can be compared, others cannot.
     """
-    adapters = asked_adapters(adapter)
+    adapters, steering = asked_adapters(adapter), asked_steering(steer_file)
     text = read_prompt("-", None) if file == "-" else read_text(Path(file))
     offline = offline or context.obj
     loaded, tokenizer = load(model, dtype, quantize, cache_dtype, device, offline)
@@ -61,6 +68,7 @@ def perplexity(
         stride=stride,
         progress=is_terminal(sys.stderr),
         adapter_names=with_adapters(loaded, adapters).get("adapters"),
+        **steering,
     )
     figures: dict[str, Any] = {
         "tokens": len(found.tokens),

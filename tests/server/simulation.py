@@ -15,12 +15,17 @@ import json
 import random
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, cast
 
+import numpy as np
+
 import everystep as es
 from everystep.api.model import LanguageModel
+from everystep.drivers.driver import finished
+from everystep.drivers.session import Session
 from everystep.engine import audit
 from everystep.server.access import Keys, digest_of
 from everystep.server.application import Front
@@ -29,7 +34,10 @@ from everystep.server.exchange import FrontSettings
 from everystep.server.host import EngineLimits
 from everystep.server.line import WaitingLine
 from everystep.server.link import EngineLink, QueueLimits
+from everystep.server.live_runs import RunLimits
+from everystep.server.pooling import Pooling, vector_of
 from everystep.server.quotas import Quota, QuotaBook
+from everystep.server.run_routes import RunRoutes
 from everystep.testing import HashExecutor
 from everystep.testing.tokenizer import tiny_tokenizer
 from tests.server.virtual import FlakyExecutor, VirtualLoop, VirtualMooring, hash_model, virtual
@@ -48,8 +56,12 @@ STRATEGIES: tuple[dict[str, Any], ...] = (
     {"choices": ["red", "green"]},
     {"logit_bias": {"90": 4.0}},
 )
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SCORE, EMBEDDINGS, RUNS = "/v1/everystep/score", "/v1/embeddings", "/v1/everystep/runs"
 LONG: dict[str, Any] = {"max_tokens": 3000, "ignore_eos": True}
 SETTINGS = FrontSettings(body_seconds=2.0, write_seconds=3.0, ping_seconds=2.0)
+IDLE = 60.0
+"""Seconds for which a run may be left alone."""
 LATEST = 1e4
 """Virtual seconds after which a request that is not answered is lost."""
 
@@ -63,13 +75,19 @@ class Wrong(AssertionError):
 
 @dataclass(frozen=True)
 class Question:
-    """A body for a route, and what the library says to it: texts, ids and why each ends."""
+    """A body for a route, and what the library says to it: texts, ids and why each ends, or the
+    numbers that it gives."""
 
     path: str
     body: dict[str, Any]
-    texts: tuple[str, ...]
-    tokens: tuple[tuple[int, ...], ...]
-    ends: tuple[str, ...]
+    texts: tuple[str, ...] = ()
+    tokens: tuple[tuple[int, ...], ...] = ()
+    ends: tuple[str, ...] = ()
+    data: tuple[Any, ...] = ()
+
+    @property
+    def generates(self) -> bool:
+        return self.path in (COMPLETIONS, CHAT)
 
 
 @functools.cache
@@ -85,8 +103,19 @@ def questions(shelf: int) -> list[Question]:
 
 
 def _question(chance: random.Random) -> Question:
+    kind = chance.random()
+    if kind < 0.06:
+        return _score(chance)
+    if kind < 0.12:
+        return _embedding(chance)
+    if kind < 0.18:
+        return _run(chance)
     prompt: Any = " ".join(chance.choices(WORDS, k=chance.randint(1, 5)))
-    if chance.random() < 0.3:
+    path, field = COMPLETIONS, "prompt"
+    if kind < 0.32:
+        path, field = CHAT, "messages"
+        prompt = [{"role": "user", "content": prompt}]
+    elif chance.random() < 0.3:
         prompt = chance.choices(range(5, 300), k=chance.randint(1, 30))
     asked = {**chance.choice(STRATEGIES)}
     asked |= {"max_new_tokens": chance.choice((1, 1, 2, 3, 5)), "seed": chance.randint(0, 2**40)}
@@ -101,7 +130,37 @@ def _question(chance: random.Random) -> Question:
     results = found if isinstance(found, list) else [found]
     texts, tokens = zip(*((one.text, one.tokens) for one in results), strict=True)
     ends = tuple("length" if one.finish_reason.kind == "length" else "stop" for one in results)
-    return Question("/v1/completions", {"prompt": prompt, **asked}, texts, tokens, ends)
+    return Question(path, {field: prompt, **asked}, texts, tokens, ends)
+
+
+def _score(chance: random.Random) -> Question:
+    rows = [chance.choices(range(5, 300), k=chance.randint(2, 40)) for _ in range(3)]
+    found = es.score(model(), TOKENIZER, rows)
+    data = tuple((one.tokens.tolist(), one.logprobs.tolist()) for one in found)
+    return Question(SCORE, {"texts": rows}, data=data)
+
+
+def _embedding(chance: random.Random) -> Question:
+    rows = [chance.choices(range(5, 300), k=chance.randint(1, 40)) for _ in range(2)]
+    session = Session(model(), TOKENIZER, (), None, None, {}, gives_events=True)
+    data = []
+    for ids in rows:
+        asked: dict[str, Any] = {"strategy": Pooling("mean"), "max_new_tokens": 1, "seed": 0}
+        request = session.own_request(ids, 0, session.asked(ids, asked, 0.0))
+        (group,) = finished(session.driver(request), [request])
+        data.append(np.frombuffer(vector_of(group), "<f4").tolist())
+    return Question(EMBEDDINGS, {"input": rows, "normalize": False}, data=tuple(data))
+
+
+def _run(chance: random.Random) -> Question:
+    prompt = chance.choices(range(5, 300), k=chance.randint(1, 30))
+    asked: dict[str, Any] = {
+        "max_new_tokens": chance.randint(1, 6),
+        "seed": chance.randint(0, 2**40),
+    }
+    asked |= {"do_sample": True} if chance.random() < 0.5 else {}
+    found = es.generate(model(), TOKENIZER, prompt, return_dict_in_generate=True, **asked)
+    return Question(RUNS, {"prompt": prompt, **asked}, (found.text,), (found.tokens,))
 
 
 # --- who asks -------------------------------------------------------------------------------------
@@ -138,6 +197,18 @@ class Client:
     def streams(self) -> bool:
         return bool(self.body.get("stream"))
 
+    @property
+    def is_right(self) -> bool:
+        return self.whole and self.status == 200
+
+    def told_json(self) -> Any:
+        return json.loads(bytes(self.told))
+
+    def restart(self, body: dict[str, Any]) -> None:
+        """Ask something else, after an answer."""
+        self.body, self.told, self.status, self.pieces = body, bytearray(), 0, 0
+        self.whole, self.headers = False, {}
+
 
 def drawn(chance: random.Random, shelf: int, number: int, keys: list[str]) -> Client:
     """A client of chance."""
@@ -147,10 +218,14 @@ def drawn(chance: random.Random, shelf: int, number: int, keys: list[str]) -> Cl
         leaves = chance.random() * 4
         return Client(number, None, body, key, None, leaves, 0.0, 0.0, 1)
     question = chance.choice(questions(shelf))
-    body = {**question.body, "stream": chance.random() < 0.5, "return_token_ids": True}
-    if chance.random() < 0.08 and not {"num_beams", "stop_strings"} & set(body):
+    body = {**question.body}
+    if question.generates:
+        body |= {"stream": chance.random() < 0.5, "return_token_ids": True}
+    body |= {"model": "tiny"} if chance.random() < 0.1 else {}
+    timed = question.path != RUNS and not {"num_beams", "stop_strings"} & set(body)
+    if chance.random() < 0.08 and timed:
         body["timeout"] = chance.choice((0.01, 0.1, 0.5, 3.0))
-    if chance.random() < 0.1:
+    if chance.random() < 0.1 and question.path != RUNS:
         body["priority"] = chance.randint(-3, 3)
     leaves_at = chance.randint(0, 9) if chance.random() < 0.08 else None
     leaves_after = chance.random() ** 3 * 3 if chance.random() < 0.08 else None
@@ -160,13 +235,35 @@ def drawn(chance: random.Random, shelf: int, number: int, keys: list[str]) -> Cl
     return Client(number, question, body, key, leaves_at, leaves_after, pause, slow, cuts)
 
 
-async def ask(world: World, client: Client) -> None:
+async def visit(world: World, client: Client) -> None:
+    """Have the client ask what it asks: of a run several things, one after another."""
+    if client.question is None or client.question.path != RUNS:
+        await ask(world, client)
+        return
+    client.began = world.loop.time()
+    await ask(world, client)
+    begun = dict(client.told_json()) if client.is_right else {}
+    for verb, body in (("step", {"steps": 2}), ("result", {})):
+        if not client.is_right or client.left:
+            break
+        client.restart(body)
+        await ask(world, client, f"{RUNS}/{begun['id']}/{verb}")
+    if begun:  # whatever became of it: nobody leaves a run open
+        last = replace(client, body={}, leaves_at=None, leaves_after=None, left=False, pause=0.0)
+        last.restart({})
+        with suppress(Wrong):
+            await ask(world, last, f"{RUNS}/{begun['id']}", "DELETE")
+
+
+async def ask(world: World, client: Client, path: str | None = None, method: str = "POST") -> None:
     """Send the client's request to the application, and take down what comes."""
+    question = client.question
+    path = path or (COMPLETIONS if question is None else question.path)
     loop, left = world.loop, asyncio.Event()
     raw = json.dumps(client.body).encode()
     marks = sorted({0, *(world.chance.randint(0, len(raw)) for _ in range(client.cuts)), len(raw)})
     parts = [raw[start:stop] for start, stop in pairwise(marks)]
-    client.began = loop.time()
+    client.began = client.began or loop.time()
 
     def leave() -> None:
         client.left = True
@@ -207,8 +304,8 @@ async def ask(world: World, client: Client) -> None:
     if client.key is not None:
         headers[b"authorization"] = f"Bearer {client.key}".encode()
     scope: dict[str, Any] = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1"}
-    scope |= {"scheme": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
-    scope |= {"raw_path": b"/v1/completions", "root_path": "", "headers": [*headers.items()]}
+    scope |= {"scheme": "http", "method": method, "path": path, "query_string": b""}
+    scope |= {"raw_path": path.encode(), "root_path": "", "headers": [*headers.items()]}
     scope |= {"client": None, "server": None}
     try:
         async with asyncio.timeout(LATEST):
@@ -222,7 +319,8 @@ async def ask(world: World, client: Client) -> None:
 
 
 class World:
-    """A server with its clients, from one seed. `fates`: how many were answered how."""
+    """A server with its clients, from one seed. `fates`: how many were answered how, and on which
+    route."""
 
     def __init__(self, seed: int, requests: int) -> None:
         self.seed, self.requests = seed, requests
@@ -266,7 +364,11 @@ class World:
         settings = replace(SETTINGS, keys=Keys([digest_of(one) for one in keys]))
         known = {"tiny": FrontModel(TOKENIZER, model().chat_defaults)}
         self.front = Front(self.link, known, settings)
+        runs = RunRoutes(self.front, RunLimits(10**6, 10**6, IDLE))
+        runs.runs._clock = clock
+        self.front.add(runs.routes())
         await self.link.start()
+        runs.start()
         watching = loop.create_task(self._watch())
         shelf = self.seed % 8
         clients = [drawn(chance, shelf, number, keys) for number in range(self.requests)]
@@ -278,6 +380,7 @@ class World:
         await self._leave_last(keys)
         await self._require_nothing_left()
         watching.cancel()
+        await runs.close()
         for client in clients:
             self.judge(client)
         await self.link.close()
@@ -302,7 +405,7 @@ class World:
                 await asyncio.sleep(self.chance.expovariate(1 / gap))
             if self.chance.random() < 0.95:  # the others find that the engine is being started
                 await self.link.wait_ready(100.0)
-            asking.append(self.loop.create_task(ask(self, client)))
+            asking.append(self.loop.create_task(visit(self, client)))
         await asyncio.gather(*asking)
 
     async def _trouble(self, mean: float) -> None:
@@ -349,6 +452,8 @@ class World:
         """Refuse what the client was told, if anything of it is wrong or not to be explained."""
         fate = self._fate(client)
         self.fates[fate] += 1
+        if fate in ("answered", "streamed") and client.question is not None:
+            self.fates[client.question.path] += 1
         told = re.sub(rb'"id":"[^"]*"', b"", bytes(client.told))
         self.transcript.update(f"{client.number} {fate} {client.ended:.6f}".encode() + told)
 
@@ -366,7 +471,7 @@ class World:
         body = json.loads(client.told)
         if client.status == 200:
             _require(client.question is not None, client, "there is no end to this")
-            self._require_choices(client, body["choices"])
+            self._require_answer(client, body)
             return "answered"
         self._require_reason(client, client.status, body["error"])
         return f"refused {client.status}"
@@ -380,6 +485,7 @@ class World:
             due = any(since <= client.ended and client.began <= at for since, at in self.downs)
             due |= self._during(self.jumps, client)
         elif status == 503:
+            timed |= client.question is not None and client.question.path == RUNS
             due = "died while it worked" in text and died >= (1 if timed else 2)
         elif status == 429:
             due = self.crowded and error["code"] in ("queue_full", "quota")
@@ -389,6 +495,9 @@ class World:
             due = timed
         else:
             due = status == 500 and bool(self.faults) and "the engine failed" in text
+            of_run = client.question is not None and client.question.path == RUNS
+            lost = died > 0 or self._during(self.jumps, client)
+            due |= of_run and lost and status in (400, 404) and "run" in text
         _require(due, client, f"an error without a cause: {status} {error}")
         if status in (429, 503) and client.headers and not client.streams:
             after = client.headers.get("retry-after", "")
@@ -418,7 +527,7 @@ class World:
         for one in (choice for chunk in chunks for choice in chunk.get("choices", ())):
             own = choices.setdefault(one["index"], {"text": "", "token_ids": []})
             _require("finish_reason" not in own, client, "something follows an end")
-            own["text"] += one.get("text") or ""
+            own["text"] += one.get("text") or one.get("delta", {}).get("content") or ""
             own["token_ids"] += one.get("token_ids") or []
             if one.get("finish_reason") is not None:
                 own |= {"finish_reason": one["finish_reason"], "index": one["index"]}
@@ -434,6 +543,24 @@ class World:
             for index, own in choices.items():
                 wanted = client.question.texts[index]
                 _require(wanted.startswith(own["text"]), client, f"{own} is not of {wanted!r}")
+
+    def _require_answer(self, client: Client, body: dict[str, Any]) -> None:
+        """Refuse an answer that is not the library's."""
+        question = client.question
+        if question is None or question.generates:
+            for one in body["choices"]:
+                one.setdefault("text", one.get("message", {}).get("content"))
+            self._require_choices(client, body["choices"])
+        elif question.path == RUNS:
+            (own,) = body["results"]
+            said = own["text"], tuple(own["tokens"])
+            meant = question.texts[0], question.tokens[0]
+            _require(said == meant, client, f"{said} in place of {meant}")
+        else:
+            names = ("tokens", "logprobs") if question.path == SCORE else ("embedding",)
+            found = [tuple(one[name] for name in names) for one in body["data"]]
+            wanted = question.data if question.path == SCORE else [(one,) for one in question.data]
+            _require(found == [*wanted], client, "other numbers than the library's")
 
     def _require_choices(self, client: Client, choices: list[dict[str, Any]]) -> None:
         """Refuse choices that are not the library's; a deadline may cut them, and nothing else."""
@@ -455,14 +582,17 @@ class World:
     async def _require_nothing_left(self) -> None:
         """Refuse anything that is left of requests when nobody asks any more."""
         await self.link.wait_ready(100.0)
-        await asyncio.sleep(2.0)  # some steps, for what was left in the middle of one
+        # Some steps, for what was left in the middle of one, and until runs are found left alone.
+        await asyncio.sleep(2.0 + 1.2 * IDLE)
         link, host, hosted = self.link, self.mooring.host, self.mooring.hosted
         assert host is not None and hosted is not None
         left: dict[str, Any] = {
             "open exchanges": self.front.open,
             "asks": len(link._asking),
             "asks of the engine": len(host._under),
-            "runs": len(host._running),
+            "asks of runs": len(host._running) + len(host._rooms),
+            "open runs": len(host._runs._runs),
+            "scores": len(host._left),
             "requests of keys": +link.book._requests,
             "rows of keys": {k: v for k, v in link.book._rows.items() if v},
         }
@@ -497,6 +627,7 @@ class World:
             "_live",
             "_trouble",
             "_watch",
+            "_sweep",
             "carry_out",
         )
         return {

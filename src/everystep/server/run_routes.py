@@ -43,6 +43,7 @@ class RunRoutes:
         self._pause = own.idle_seconds / _SWEEPS
         self.runs = LiveRuns(own, lambda: front.link.restarts)
         self._sweeping: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
 
     def routes(self) -> list[Route]:
         """Return what the application serves."""
@@ -125,7 +126,9 @@ class RunRoutes:
         except BaseException:
             self.runs.drop(one)
             if verb != "fork":
-                asyncio.get_running_loop().create_task(self._end(one))
+                ending = asyncio.get_running_loop().create_task(self._end(one))
+                self._ending.add(ending)  # or it might be collected before it has run
+                ending.add_done_callback(self._ending.discard)
             raise
         self.runs.free(one)
         return _shown(one, over.body)

@@ -89,18 +89,19 @@ time.sleep(600)
 """
 
 
-def test_the_others_end_with_the_first(folder: Path) -> None:
+def test_the_others_end_with_the_first(folder: Path, tmp_path: Path) -> None:
+    """Also where it is killed, and nothing of theirs is left."""
     with subprocess.Popen(
         [sys.executable, "-c", DRIVER, str(folder)],
         cwd=ROOT,
-        env=ENVIRONMENT,
+        env={**ENVIRONMENT, "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
     ) as driver:
         assert driver.stdout is not None
         child = Path("/proc", driver.stdout.readline().decode().strip())
-        assert child.exists()
+        assert child.exists() and len([*tmp_path.iterdir()]) == 1
         driver.kill()
     until = time.monotonic() + 60
     while child.exists() and time.monotonic() < until:
         time.sleep(0.05)
-    assert not child.exists()
+    assert not child.exists() and not [*tmp_path.iterdir()]

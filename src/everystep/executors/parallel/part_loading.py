@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,10 @@ def main() -> None:
     orders: dict[str, Any] = json.loads(sys.stdin.read())
     torch.set_num_threads(orders["threads"])
     dtype = None if orders["dtype"] is None else getattr(torch, orders["dtype"])
-    store = file_store(Path(orders["store"]))
-    group = RankGroup(orders["number"], orders["count"], store, None, here=True)
-    serve(group, Path(orders["folder"]), dtype, orders["meeting"], orders["parent"])
+    place, parent = Path(orders["store"]), orders["parent"]
+    group = RankGroup(orders["number"], orders["count"], file_store(place), None, here=True)
+    try:
+        serve(group, Path(orders["folder"]), dtype, orders["meeting"], parent)
+    finally:
+        if os.getppid() != parent:  # which was killed, and leaves this to the others
+            shutil.rmtree(place.parent, ignore_errors=True)

@@ -15,7 +15,7 @@ from everystep.errors import FormatError, RequestError
 from everystep.inspector import views
 from everystep.inspector.counterfactuals import repeat
 from everystep.inspector.page import page
-from everystep.records import read_record, redact_record
+from everystep.records import RecordWriter, read_record, redact_record
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 from tests.cli.conftest import call as call
@@ -88,6 +88,23 @@ def test_nothing_that_was_written_is_in_it(kind: str, suffix: str, tmp_path: Pat
     assert "<!doctype html>" in page(after, "redacted")
     with pytest.raises(RequestError, match="does not hold all of its prompt"):
         repeat(after, "0", MODEL, TOKENIZER)
+
+
+@pytest.mark.parametrize("kind", ["sampled", "beams", "stops", "regex", "drafted"])
+def test_texts_can_be_left_out_before_they_reach_the_disk(kind: str, tmp_path: Path) -> None:
+    given = {**LONG, **KINDS[kind], "seed": 3}
+    old, new, own = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "c.jsonl"
+    plain = es.generate(MODEL, TOKENIZER, f"The {SECRET}", **given, record=old)
+    redact_record(old, new)
+    writer = RecordWriter(own, redacted=True)
+    assert es.generate(MODEL, TOKENIZER, f"The {SECRET}", **given, record=writer) == plain
+    written, wanted = (
+        [json.loads(one) for one in texts_of(file).splitlines()] for file in (own, new)
+    )
+    for line in (*written, *wanted):
+        for name in line.get("seconds", {}):
+            line["seconds"][name] = 0
+    assert written == wanted and SECRET not in texts_of(own)
 
 
 def test_what_was_done_to_a_run_stays_without_its_texts(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,3 +87,20 @@ def test_it_is_off_unless_a_folder_and_a_key_are_given(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RequestError, match="cannot be used"):
         ServeSettings(record_dir=str(tmp_path / "file"), record_keys=["a"]).front()
+
+
+def test_an_operator_leaves_texts_out(tmp_path: Path) -> None:
+    folder = RecordFolder(tmp_path / "records", redacted=True)
+    settings = FrontSettings(records=folder, recorded=Keys([digest_of("watch")]))
+    with served(settings=settings) as one:
+        body = {**BODY, "prompt": "Zebra", "stop": "crossing"}
+        assert one.client.post("/v1/completions", json=body, headers=key("watch")).is_success
+        (file,) = files(one)
+    record = read_record(file)
+    assert record.header["redacted"] is True and record.texts == {}
+    (run,) = record.runs.values()
+    assert run.steps and not run.prompt
+    data = gzip.decompress(file.read_bytes())
+    assert b"Zebra" not in data and b"crossing" not in data
+    with pytest.raises(RequestError, match="record_redacted"):
+        ServeSettings(record_redacted=True).front()

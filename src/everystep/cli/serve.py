@@ -164,6 +164,14 @@ def serve(
             rich_help_panel=_seen,
         ),
     ] = None,
+    record_redacted: Annotated[
+        bool,
+        typer.Option(
+            "--record-redacted",
+            help="Leave texts out of these records.",
+            rich_help_panel=_seen,
+        ),
+    ] = False,
     quantize: o.Quantize = None,
     cache_dtype: o.CacheDtypeOption = None,
     offline: o.Offline = False,
@@ -199,6 +207,7 @@ def serve(
         "otlp_endpoint": otlp_endpoint,
         "record_dir": None if record_dir is None else str(record_dir),
         "record_keys": record_key,
+        "record_redacted": record_redacted or None,
         "quantize": None if quantize is None else quantize.value,
         "cache_dtype": None if cache_dtype is None else cache_dtype.value,
         "offline": offline or context.obj or None,

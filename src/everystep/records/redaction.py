@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 
 from everystep.errors import RequestError
@@ -37,15 +37,15 @@ def redact_record(source: str | PathLike[str], target: str | PathLike[str]) -> N
     if new.exists() and old.exists() and new.samefile(old):
         raise RequestError("a record cannot be redacted in its own place", do="Name another file")
     read_record(old)  # it is judged before a line of it is believed
-    data = b"".join(encoded(line) for line in _redacted(whole_lines(old)))
+    lines = map(redacted_line, whole_lines(old))
+    data = b"".join(encoded(line) for line in lines if line is not None)
     write_atomic(new, gzip.compress(data, 6, mtime=0) if new.suffix == ".gz" else data)
 
 
-def _redacted(lines: Iterator[Mapping[str, Json]]) -> Iterator[Line]:
-    for line in lines:
-        make = _LINES.get(str(line.get("type")))
-        if make is not None:
-            yield make(line)
+def redacted_line(line: Mapping[str, Json]) -> Line | None:
+    """Return a line without its texts; None for one that has nothing else."""
+    make = _LINES.get(str(line.get("type")))
+    return None if make is None else make(line)
 
 
 def _header(line: Mapping[str, Json]) -> Line:

@@ -17,6 +17,7 @@ from everystep._version import __version__
 from everystep.files.atomic import require_writable
 from everystep.files.opening import as_path
 from everystep.records.record_lines import VERSION, Line, encoded
+from everystep.records.redaction import redacted_line
 
 MOST_BYTES = 2**30
 """Bytes of a record at most, before compression; then one line says that the rest is left out."""
@@ -33,11 +34,12 @@ class RecordWriter:
     The file is made, or emptied, with the first line. It is closed between two writes, so that
     nothing is left open whatever becomes of a run. Compressed lines wait until there are 64 kB of
     them or a run ends; each block can be read by itself. Where the file cannot be written, a
-    warning says so once, and the record stops: the generation goes on. `known`: ids that it spells.
+    warning says so once, and the record stops: the generation goes on. `redacted`: texts are left
+    out before a line reaches the file, as by `redact_record`. `known`: ids that it spells.
     """
 
-    def __init__(self, path: str | PathLike[str]) -> None:
-        self.path = as_path(path)
+    def __init__(self, path: str | PathLike[str], *, redacted: bool = False) -> None:
+        self.path, self.redacted = as_path(path), redacted
         require_writable(self.path)
         self.known: set[int] = set()
         self._lock = threading.RLock()
@@ -68,6 +70,8 @@ class RecordWriter:
         with self._lock:
             if self._stopped:
                 return
+            if self.redacted:
+                lines = [own for one in lines if (own := redacted_line(one)) is not None]
             data = b"".join(map(encoded, lines))
             self._bytes += len(data)
             if self._bytes > MOST_BYTES:

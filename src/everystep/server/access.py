@@ -67,10 +67,13 @@ MOST_RECORDS = 1000
 
 
 class RecordFolder:
-    """The folder of an operator's records, which its owner alone can read, a file per prompt."""
+    """The folder of an operator's records, which its owner alone can read, a file per prompt.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    `redacted`: whether texts are left out before they reach a file.
+    """
+
+    def __init__(self, folder: Path, *, redacted: bool = False) -> None:
+        self.folder, self.redacted = folder, redacted
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             require_writable(folder / "record")

@@ -147,6 +147,7 @@ class Wanted:
                 *(n, self.to.model, ids, known, chat, stream),
                 **beside,
                 record=None if kept is None else str(kept.new_file()),
+                redacted=kept is not None and kept.redacted,
             )
             for n, (ids, _) in pairs
         ]

@@ -33,7 +33,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     conversation. `streams`: whether its tokens are told as they come. `pools`: how its hidden
     states become the vector that is wanted in place of an answer. `pictures`: those that stand
     among the ids, in their order. `record`: the file that its steps are written to, None for
-    none."""
+    none; `redacted`: without texts."""
 
     id: int
     model: str
@@ -45,6 +45,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     pools: str | None = None
     pictures: list[Pixels] = []
     record: str | None = None
+    redacted: bool = False
 
 
 class ScoreAsk(msgspec.Struct, tag=True, frozen=True):

@@ -40,7 +40,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     first model. `key_files`: digests of keys, a line each. `public_without_key`: serve everybody on
     a public address. `drain_seconds`: what a stop waits for. `hang_seconds`: of silence, or in one
     step, after which an engine is ended and started again; 0 for never. `files`: the folder of
-    batch files. `record_dir`: where the steps of what `record_keys` ask for are written.
+    batch files. `record_dir`: where the steps of what `record_keys` ask for are written,
+    without texts if they are `record_redacted`.
     `max_picture_pixels`: of all pictures of a request, as they are sent. `max_pixels`: of a picture
     as it is read, None for what the model's files say. `max_sound_seconds`: of a sound that is
     written down. `vllm_metrics`: metrics have vLLM's names too. `otlp_endpoint`: where spans of
@@ -89,6 +90,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_sound_seconds: float = MOST_SECONDS
     record_dir: str | None = None
     record_keys: list[str] = []
+    record_redacted: bool = False
     quota: Quota | None = None
     quotas: dict[str, Quota] = {}
     replicas: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -190,7 +192,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
             what = "a key that others ask with cannot be the key of records"
             raise RequestError(what, do="Give --record-key another one")
         return FrontSettings(
-            records=None if self.record_dir is None else RecordFolder(Path(self.record_dir)),
+            records=self._records(),
             recorded=Keys(recorded),
             keys=Keys(digests),
             hosts=Hosts(self.allow_hosts),
@@ -198,6 +200,15 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
             deadline=self.deadline,
             vllm_metrics=self.vllm_metrics,
         )
+
+    def _records(self) -> RecordFolder | None:
+        """Return where requests are recorded; RequestError where texts are left out of nothing."""
+        if self.record_dir is not None:
+            return RecordFolder(Path(self.record_dir), redacted=self.record_redacted)
+        if self.record_redacted:
+            what = "record_redacted is about records, and none are asked for"
+            raise RequestError(what, do="Give --record-dir and --record-key")
+        return None
 
 
 def read_settings(path: Path | None, said: Mapping[str, Any]) -> ServeSettings:

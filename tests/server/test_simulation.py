@@ -55,7 +55,7 @@ def test_ten_thousand_requests() -> None:
     assert sum(fates[one] for one in fates if not one.startswith("/")) == 10_000
     assert fates["answered"] + fates["streamed"] > 5_000, fates
     for path in (COMPLETIONS, CHAT, SCORE, EMBEDDINGS, RUNS):
-        assert fates[path] > 200, fates
+        assert fates[path] > 50, fates
     rare = ("left", "slow reader", "refused 429", "refused 408", "refused 500", "refused 503")
     assert all(fates[one] for one in (*rare, "error in a stream")), fates
 

@@ -1,6 +1,7 @@
 """What does HTTP cost beside the engine in process, and how fast are other servers?
 
     scripts/bench serve [--streams 1,8,32] [--tokens 64] [--requests 2] [--servers NAME,...]
+                        [--heavy]
 
 One generator of load asks everybody for the same prompts, greedily: the engine in a process of its
 own through a socket for each stream, `everystep serve` over HTTP, and other servers, each in an
@@ -9,6 +10,9 @@ answered. All of them run, and take turns, so that a machine whose speed swings 
 A row has tokens per second, seconds to the first token, seconds between tokens (the median and the
 99th of 100), and which share of a core the generator and the server took. A server that cannot be
 installed or started is listed with its error.
+
+With --heavy, `everystep serve` is also asked for what is much to read, and what a neighbour's
+stream waits meanwhile is told in its own steps.
 """
 
 from __future__ import annotations
@@ -22,11 +26,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from parts.environments import Unavailable, default_folder
+from parts.heavy import beside, heavy_asks
 from parts.load import LoadFigures, OverHttp, OverSockets, Target, load
 from parts.models import Models
 from parts.report import options, write
@@ -154,6 +159,23 @@ def shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def heavy(everybody: list[Contender]) -> list[dict[str, Any]]:
+    """What heavy asks cost the stream beside them, in its steps."""
+    found = []
+    for one in everybody:
+        if one.name != OURS or not isinstance(one.target, OverHttp):
+            continue
+        for ask in heavy_asks():
+            figures = beside(one.target.port, one.target.model, ask)
+            found.append(asdict(figures))
+            print(
+                f"{figures.name:20} status {figures.status}   {figures.seconds:6.2f} s"
+                f"   {figures.steps:5} steps meanwhile   longest wait {figures.longest:5.2f} steps",
+                flush=True,
+            )
+    return found
+
+
 def main() -> None:
     """A line for each server and count of streams, and a dated file."""
     parser = options(__doc__, threads=2)
@@ -163,6 +185,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     names = ",".join((IN_PROCESS, *(one.name for one in SERVERS)))
     parser.add_argument("--servers", default=names)
+    parser.add_argument("--heavy", action="store_true", help="ask for what is much to read, too")
     parser.add_argument("--peers", type=Path, default=default_folder(), metavar="FOLDER")
     args = parser.parse_args()
     counts = [int(one) for one in args.streams.split(",")]
@@ -172,6 +195,7 @@ def main() -> None:
         for number in range(1, args.rounds + 1):
             for streams in counts:
                 rows += [measured(one, streams, args, number) for one in everybody]
+        waits = heavy(everybody) if args.heavy else []
     versions = {
         pin.split("==")[0]: pin.partition("==")[2]
         for kind in SERVERS
@@ -182,7 +206,13 @@ def main() -> None:
     write(
         "serve",
         args,
-        {"rows": rows, "http_keeps": shares(rows), "absent": absent, "reads": reads},
+        {
+            "rows": rows,
+            "http_keeps": shares(rows),
+            "heavy": waits,
+            "absent": absent,
+            "reads": reads,
+        },
         versions=versions,
     )
 

@@ -56,3 +56,12 @@ def require_counted(found: Any, answers: int, tokens: int) -> None:
     assert all(len(one.gaps) == tokens - 1 and min(one.gaps) >= 0 for one in found.answers)
     assert all(one.first > 0 for one in found.answers)
     assert found.seconds >= max(one.events[-1] - one.began for one in found.answers)
+
+
+def test_what_a_stream_waits_for_is_told_in_its_steps(generator: ModuleType) -> None:
+    heavy = import_module("parts.heavy")
+    names = [one.name for one in heavy.heavy_asks()]
+    assert names[:3] == ["4 MB of text", "100,000 ids", "a schema of 200 kB"]
+    with served() as server:
+        found = heavy.beside(server.port, "tiny", heavy.heavy_asks()[2])
+    assert found.status == 200 and found.steps > 0 and found.longest > 0

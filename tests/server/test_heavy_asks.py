@@ -46,7 +46,8 @@ HEAVY: dict[str, tuple[Any, int]] = {
 class Neighbour:
     """A stream that is read, again and again. `steps`: its tokens until now."""
 
-    def __init__(self, server: Served) -> None:
+    def __init__(self, server: Served, tokens: int) -> None:
+        self._tokens = tokens
         self._server, self.steps, self.began = server, 0, threading.Event()
         self._stop = False
         self._thread = threading.Thread(target=self._read)
@@ -54,7 +55,8 @@ class Neighbour:
         assert self.began.wait(60)
 
     def _read(self) -> None:
-        body = {"prompt": "hello the", "max_tokens": 4_000, "ignore_eos": True, "stream": True}
+        body: Any = {"prompt": "hello the", "ignore_eos": True, "stream": True}
+        body["max_tokens"] = self._tokens
         client = self._server.client
         while not self._stop:
             with client.stream("POST", "/v1/completions", json=body) as answer:
@@ -72,9 +74,9 @@ class Neighbour:
 
 
 @contextmanager
-def neighbour(server: Served) -> Iterator[Neighbour]:
-    """A neighbour, whose stream ends with the block."""
-    one = Neighbour(server)
+def neighbour(server: Served, tokens: int = 4_000) -> Iterator[Neighbour]:
+    """A neighbour, whose stream ends with the block; it is of so many tokens each time."""
+    one = Neighbour(server, tokens)
     try:
         yield one
     finally:
@@ -102,6 +104,30 @@ def test_a_heavy_grammar_stops_no_neighbour(server: Served, name: str) -> None:
         taken = beside.steps - before
         assert answer.status_code == status, answer.text
         assert taken >= SOME
+    assert idle(server)
+
+
+LARGE: dict[str, tuple[dict[str, Any], int]] = {
+    "4 MB of text": ({"prompt": "hello the and of it " * 200_000}, 1),
+    "100,000 ids": ({"prompt": [5 + number % 300 for number in range(100_000)]}, 8),
+    "100,000 ids to score": ({"texts": [[5 + number % 300 for number in range(100_000)]]}, 1),
+}
+"""What is too long for the model, and how often it is sent."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=pytest.mark.slow if one.endswith("score") else ()) for one in LARGE],
+)
+def test_what_is_too_large_stops_no_neighbour(server: Served, name: str) -> None:
+    body, times = LARGE[name]
+    path = "/v1/everystep/score" if "texts" in body else "/v1/completions"
+    with neighbour(server) as beside:
+        before = beside.steps
+        for _ in range(times):
+            answer = server.post(path, **body)
+            assert answer.status_code in ((200, 400) if "texts" in body else (400,)), answer.text
+        assert beside.steps - before >= SOME
     assert idle(server)
 
 

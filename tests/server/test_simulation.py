@@ -55,7 +55,7 @@ def test_ten_thousand_requests() -> None:
     assert sum(fates[one] for one in fates if not one.startswith("/")) == 10_000
     assert fates["answered"] + fates["streamed"] > 5_000, fates
     for path in (COMPLETIONS, CHAT, SCORE, EMBEDDINGS, RUNS):
-        assert fates[path] > 200, fates
+        assert fates[path] > 50, fates
     rare = ("left", "slow reader", "refused 429", "refused 408", "refused 500", "refused 503")
     assert all(fates[one] for one in (*rare, "error in a stream")), fates
 
@@ -209,7 +209,7 @@ def _keep_scores(patch: pytest.MonkeyPatch) -> None:
     told, count = EngineHost._told, iter(range(10**9))
 
     def most(self: EngineHost, id: int, message: Any) -> None:
-        if next(count) % 20 != 19:
+        if next(count) % 3 != 2:
             told(self, id, message)
 
     patch.setattr(EngineHost, "_told", most)

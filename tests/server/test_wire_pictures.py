@@ -30,6 +30,8 @@ from everystep.server.pictures import PictureLimits, patches_of, with_scaled
 from everystep.server.settings import front_model
 from tests.images.making import drawn, write_folder
 from tests.server.serving import LIMITS, Served, chunks_of, joined
+from tests.server.test_heavy_asks import SOME, neighbour
+from tests.server.test_strangers import idle
 
 QUIET: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
 OURS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
@@ -47,11 +49,23 @@ def loaded(folder: Path) -> tuple[LanguageModel, PictureTokenizer]:
     return model, tokenizer
 
 
+Loaded = tuple[LanguageModel, PictureTokenizer]
+
+
 @pytest.fixture(scope="module")
-def seeing(folder: Path, loaded: tuple[LanguageModel, PictureTokenizer]) -> Iterator[Served]:
+def seeing(folder: Path, loaded: Loaded) -> Iterator[Served]:
     """A server whose front read the folder, as the command's does."""
+    yield from _serving(folder, loaded, PictureLimits(pixels=250_000))
+
+
+@pytest.fixture(scope="module")
+def large(folder: Path, loaded: Loaded) -> Iterator[Served]:
+    """The same, with the pixels that the command allows, read small."""
+    yield from _serving(folder, loaded, PictureLimits(scaled=4_096))
+
+
+def _serving(folder: Path, loaded: Loaded, limits: PictureLimits) -> Iterator[Served]:
     mooring = ThreadMooring(lambda: {"sees": HostedModel(*loaded, LIMITS)}, LIMITS)
-    limits = PictureLimits(pixels=250_000)
     front = Front(EngineLink(mooring), {"sees": front_model(str(folder), limits, offline=True)})
     with listening(front) as port:
         one = Served(front, port)
@@ -91,6 +105,17 @@ def test_an_answer_is_that_of_the_library(
         assert tokenized["count"] == answer["usage"]["prompt_tokens"]
     blind = es.chat(*loaded, messages_of(), **OURS)
     assert blind != wanted, "the picture matters"
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG"])
+def test_a_picture_of_thirty_megapixels_stops_no_neighbour(large: Served, form: str) -> None:
+    url = url_of(Image.new("RGB", (6_000, 5_000), (200, 30, 90)), form)
+    with neighbour(large, 30) as beside:
+        before = beside.steps
+        answer = large.post("/v1/chat/completions", messages=messages_of(url), max_tokens=1)
+        assert answer.status_code == 200, answer.text
+        assert beside.steps - before >= SOME
+    assert idle(large)
 
 
 def test_beams_and_several_answers_see_it(

@@ -170,14 +170,11 @@ def test_a_batch_on_two_actors_is_that_of_one_process(
 
 @pytest.mark.slow
 def test_a_killed_batch_goes_on_where_it_was(owner: Owner, folder: Path, tmp_path: Path) -> None:
-    lines = mixed(2000)
+    lines = mixed(1500)
     source, target = written(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     command = on_replicas(owner, folder, source, target)
-    before = 0
-    for _ in range(3):
-        after = killed(command, target, 12)
-        assert before < after < len(lines), "it was killed in the middle, and had gone on"
-        before = after
+    before = killed(command, target, 12)
+    assert 0 < before < len(lines), "it was killed in the middle"
     assert subprocess.run(command, timeout=500).returncode == 0
     whole = tmp_path / "whole.jsonl"
     asyncio.run(run_batch(source, whole, ServeSettings(model=str(folder)), mooring=in_thread()))

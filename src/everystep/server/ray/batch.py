@@ -31,6 +31,7 @@ from everystep.server.settings import ServeSettings, front_model
 
 BATCH_LINES = 256
 """Lines of a batch: many times the rows of an engine, so that its steps stay full."""
+_MOST_BLOCKS = 1000
 
 
 class LineAnswers:
@@ -126,7 +127,8 @@ def _answered_spans(
     """Yield the number and the row of each line of these spans."""
     quiet = ray.data.DataContext.get_current()
     quiet.enable_progress_bars = quiet.print_on_execution_start = False
-    read = ray.data.from_items(spans).map_batches(
+    blocks = min(len(spans), _MOST_BLOCKS)  # else few actors had all, and rows came at the end
+    read = ray.data.from_items(spans, override_num_blocks=blocks).map_batches(
         lines_of_spans, batch_format="pyarrow", batch_size=1, num_cpus=0
     )
     found = answer_lines(read, settings, replicas=replicas).drop_columns(["line"], num_cpus=0)

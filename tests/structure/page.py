@@ -96,7 +96,7 @@ def of_files(files: Files) -> list[Figure]:
             "lines of the five rooms",
             [f"{path}: {count}" for path, count in lines.items()],
             10_500,
-            most=15_850,
+            most=16_000,
             grain=100,
             count=sum(lines.values()),
         ),
@@ -113,7 +113,7 @@ def of_call(traced: Mapping[str, Sequence[str]]) -> list[Figure]:
     files, of_all = _files_of(before), len(_files_of(entered))
     return [
         Figure(
-            "functions before `Engine.submit`", before, 100, most=129, note=f" of {len(entered)}"
+            "functions before `Engine.submit`", before, 100, most=131, note=f" of {len(entered)}"
         ),
         Figure("files of these", files, 30, most=44, note=f" of {of_all}"),
         _carriers("`max_new_tokens`", traced["length"], 30, most=34),

@@ -1,4 +1,4 @@
-"""The writer of a record: it appends lines, so that a killed program loses the last one at most."""
+"""The writer of a record: it appends lines, so that a killed program loses the last few at most."""
 
 from __future__ import annotations
 

@@ -222,7 +222,8 @@ LINE: dict[str, tuple[list[str], Any]] = {
 """Argument -> how it is asked for on the command line, and what reaches the library."""
 
 
-LINE_OF_FILES = ("schema", "grammar", "record")  # tests/cli/test_grammars.py, test_inspect.py
+# tests/cli/test_grammars.py, test_inspect.py, test_adapters.py
+LINE_OF_FILES = ("schema", "grammar", "record", "steer")
 
 
 @pytest.mark.parametrize("name", [name for name in ASKED if name not in LINE_OF_FILES])

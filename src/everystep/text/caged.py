@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from io import RawIOBase
 from pathlib import Path
@@ -127,25 +128,31 @@ def _import_rendering(folders: list[str]) -> Any:
 def _give_powers_away() -> None:
     """No more memory, files, processes or core dumps than rendering needs."""
     os.environ.clear()
+    bound_resources(
+        {
+            "RLIMIT_AS": _MEMORY,
+            "RLIMIT_NOFILE": 3,
+            "RLIMIT_NPROC": 0,
+            "RLIMIT_FSIZE": 0,
+            "RLIMIT_CORE": 0,
+        }
+    )
+
+
+def bound_resources(limits: Mapping[str, int]) -> None:
+    """Let this process take at most so much of each resource, by its name in `resource`."""
     try:
         import resource
     except ImportError:  # Windows has no such limits
         return
-    limits = {
-        resource.RLIMIT_AS: _MEMORY,
-        resource.RLIMIT_NOFILE: 3,
-        resource.RLIMIT_NPROC: 0,
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_CORE: 0,
-    }
-    for kind, most in limits.items():
+    for name, most in limits.items():
         try:
-            resource.setrlimit(kind, (most, most))
+            resource.setrlimit(getattr(resource, name), (most, most))
         except (ValueError, OSError):  # some systems have a limit in name only
             continue
 
 
-def _end_after(seconds: float) -> None:
+def end_after(seconds: float) -> None:
     """Let the system end this process after so much processor time; 0: never."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, min(seconds, DAY))
@@ -160,21 +167,21 @@ def main(questions: RawIOBase, answers: RawIOBase) -> None:
     # What counts its own steps reports the line that was too much; the rest is ended from outside.
     seconds = 1.25 * limits.seconds + 0.1
     _give_powers_away()
-    _end_after(seconds)
+    end_after(seconds)
     try:
         program = rendering.CompiledTemplate(source, limits)
     except rendering.WrongTemplate as wrong:
         send(answers, packed(asdict(wrong.answer)))
         return
-    _end_after(0)
+    end_after(0)
     send(answers, packed(sorted(program.reads)))
     while (question := receive(questions)) is not None:
-        _end_after(seconds)
+        end_after(seconds)
         try:
             answer = program.run(unpacked(question))
         except MemoryError as failure:
             answer = rendering.failed(failure)
-        _end_after(0)
+        end_after(0)
         send(answers, packed(asdict(answer)))
 
 

@@ -8,7 +8,6 @@ more memory than it may have.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from io import RawIOBase
 from pathlib import Path
@@ -42,32 +41,12 @@ def _resident() -> int:
         return 0
 
 
-def _bound_memory(more: int) -> None:
-    """Take at most so many bytes more than now, and no core dumps or files at all."""
+def _mapped() -> int:
+    """Return the bytes of addresses that this process has; a gigabyte where nobody says."""
     try:
-        import resource
-    except ImportError:  # Windows has no such limits
-        return
-    try:
-        now = int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE
+        return int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE
     except (OSError, ValueError, IndexError):
-        now = 1 << 30
-    limits = {
-        resource.RLIMIT_AS: now + more,
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_CORE: 0,
-    }
-    for kind, most in limits.items():
-        try:
-            resource.setrlimit(kind, (most, most))
-        except (ValueError, OSError):  # some systems have a limit in name only
-            continue
-
-
-def _end_after(seconds: float) -> None:
-    """Let the system end this process after so much processor time; 0: never."""
-    if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_PROF, seconds)
+        return 1 << 30
 
 
 def main(questions: RawIOBase, answers: RawIOBase) -> None:
@@ -77,7 +56,8 @@ def main(questions: RawIOBase, answers: RawIOBase) -> None:
         os.nice(5)  # who waits for a grammar waits longer than who waits for the next token
     told = caged.unpacked(caged.receive(questions) or b"")
     own = vocabulary.unpacked_vocabulary(told["vocabulary"])
-    _bound_memory(told["memory"])
+    more = {"RLIMIT_AS": _mapped() + told["memory"]}
+    caged.bound_resources({**more, "RLIMIT_FSIZE": 0, "RLIMIT_CORE": 0})
     base = _resident()
     caged.send(answers, caged.packed("ready"))
 
@@ -90,12 +70,12 @@ def main(questions: RawIOBase, answers: RawIOBase) -> None:
         return {"text": found.source.text, "bytes": max(_resident() - base, 0)}
 
     while (question := caged.receive(questions)) is not None:
-        _end_after(told["seconds"])
+        caged.end_after(told["seconds"])
         try:
             answer = tried(*caged.unpacked(question))
         except MemoryError:
             os.abort()
-        _end_after(0)
+        caged.end_after(0)
         caged.send(answers, caged.packed(answer))
 
 

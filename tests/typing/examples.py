@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -108,6 +108,6 @@ def others(model: es.LanguageModel, tokenizer: es.Tokenizer) -> None:
     prefix: es.Prefix = es.prefill(model, tokenizer, "Rules.", adapter_names="mine")
     print(es.generate(model, tokenizer, " So", prefix=prefix), len(prefix))
     config = es.GenerationConfig(max_new_tokens=5, watermarking_config=es.WatermarkingConfig())
-    most: int | None = config.max_new_tokens
+    most: int | Sequence[int] | None = config.max_new_tokens
     shares: Mapping[str, object] = config.to_diff_dict()
     print(most, shares, es.load(device="cpu", quantize="int8", executor="torch"))

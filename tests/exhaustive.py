@@ -1,0 +1,144 @@
+"""Which of the exhaustive tests passed on which commit.
+
+    scripts/exhaustive             shows it
+    scripts/exhaustive FOLDER...   runs these folders of tests
+    scripts/exhaustive --left      runs every folder that has not passed on today's sources
+
+They take hours, so they are shared out over days: the newest run of each folder is a row of
+tests/exhaustive.json, which says how many files have changed since. A row is about a commit, so
+nothing runs where the sources differ from the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tests.reading import ROOT
+
+RECORD = ROOT / "tests/exhaustive.json"
+WATCHED = ("src", "tests", "pyproject.toml", ":(exclude)tests/exhaustive.json")
+"""What a passed test is about, for git."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The newest run of a folder: its commit, its day, its tests and its seconds."""
+
+    commit: str
+    day: str
+    tests: int
+    failed: int
+    seconds: int
+
+
+def folders() -> list[str]:
+    """Return the folders of tests that have some for `--all` alone."""
+    marked = (
+        path.relative_to(ROOT / "tests").parts[0]
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "mark.slow" in path.read_text(encoding="utf-8")
+    )
+    return sorted({*marked} - {"test_conftest.py"})
+
+
+def read(path: Path = RECORD) -> dict[str, Run]:
+    """Return the newest run of each folder that ever ran."""
+    if not path.is_file():
+        return {}
+    return {name: Run(**row) for name, row in json.loads(path.read_text()).items()}
+
+
+def write(runs: Mapping[str, Run], path: Path = RECORD) -> None:
+    """Keep the runs, folder by folder."""
+    rows = {name: asdict(runs[name]) for name in sorted(runs)}
+    lines = (f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def counted(report: Path) -> tuple[int, int]:
+    """Return how many tests a report in JUnit's format has, and how many of them did not pass."""
+    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
+
+    def total(*names: str) -> int:
+        return sum(int(suite.get(name, 0)) for suite in suites for name in names)
+
+    return total("tests"), total("failures", "errors", "skipped")
+
+
+def _git(*arguments: str) -> str:
+    line = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(line, capture_output=True, text=True, check=True).stdout
+
+
+def changed_since(commit: str) -> list[str]:
+    """Return the files, of those that a test is about, which differ from a commit."""
+    names = _git("diff", "--name-only", commit, "--", *WATCHED).splitlines()
+    new = _git("ls-files", "--others", "--exclude-standard", "--", *WATCHED).splitlines()
+    return names + new
+
+
+def run(folder: str) -> Run:
+    """Return how the exhaustive tests of a folder ended on the last commit."""
+    start = time.monotonic()
+    commit = _git("rev-parse", "--short=12", "HEAD").strip()
+    with tempfile.TemporaryDirectory() as place:
+        report = Path(place) / "report.xml"
+        line = [str(ROOT / "scripts/test"), "--all", "-m", "slow", "-q", f"--junitxml={report}"]
+        ended = subprocess.run([*line, f"tests/{folder}"], cwd=ROOT, check=False)
+        tests, failed = counted(report) if report.is_file() else (0, 0)
+    if ended.returncode and not failed:
+        sys.exit(f"exhaustive: tests/{folder} did not end, and nothing is kept of it")
+    day = datetime.now(UTC).date().isoformat()
+    return Run(commit, day, tests, failed, round(time.monotonic() - start))
+
+
+def shown(runs: Mapping[str, Run], changed: Mapping[str, int]) -> str:
+    """Return a line for each folder: how its newest run ended, and how old it is."""
+    lines = [f"{'folder':12} {'passed':>7} {'failed':>7} {'minutes':>8}  commit        files since"]
+    for name in folders():
+        if (one := runs.get(name)) is None:
+            lines.append(f"{name:12} never ran")
+            continue
+        figures = f"{one.tests - one.failed:7,} {one.failed:7,} {one.seconds / 60:8.0f}"
+        lines.append(f"{name:12} {figures}  {one.commit}  {changed[name]:,}")
+    return "\n".join(lines)
+
+
+def left(runs: Mapping[str, Run], changed: Mapping[str, int]) -> list[str]:
+    """Return the folders that have not passed on what stands now, the shortest ones first."""
+    open_ones = [
+        name for name in folders()
+        if name not in runs or runs[name].failed or changed[name]
+    ]  # fmt: skip
+    return sorted(open_ones, key=lambda name: runs[name].seconds if name in runs else 0)
+
+
+def main(arguments: Iterable[str]) -> str | None:
+    """Show, or run and keep; return what is wrong."""
+    asked = list(arguments)
+    runs = read()
+    changed = {name: len(changed_since(one.commit)) for name, one in runs.items()}
+    if not asked:
+        print(shown(runs, changed))
+        return None
+    if differing := changed_since("HEAD"):
+        return f"exhaustive: commit first; {differing[0]} is not as it is in the last commit"
+    wanted = left(runs, changed) if asked == ["--left"] else asked
+    if unknown := {*wanted} - {*folders()}:
+        return f"exhaustive: no such folder of slow tests: {', '.join(sorted(unknown))}"
+    for folder in wanted:
+        write({**read(), folder: run(folder)})
+    return "exhaustive: some failed" if any(read()[one].failed for one in wanted) else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,75 @@
+"""The record of exhaustive tests: what it counts as passed, as changed and as left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import exhaustive
+from tests.exhaustive import Run
+from tests.reading import ROOT
+
+
+def ran(commit: str, *, failed: int = 0, seconds: int = 60) -> Run:
+    return Run(commit, "2026-01-01", 10, failed, seconds)
+
+
+def test_the_record_is_about_folders_that_have_such_tests() -> None:
+    folders = exhaustive.folders()
+    assert {"laws", "server", "train"} <= {*folders}
+    assert {*exhaustive.read()} <= {*folders}
+    assert all((ROOT / "tests" / name).is_dir() for name in folders)
+
+
+def test_what_is_kept_is_read_again(tmp_path: Path) -> None:
+    place = tmp_path / "record.json"
+    assert exhaustive.read(place) == {}
+    runs = {"server": ran("b"), "laws": ran("a", failed=2)}
+    exhaustive.write(runs, place)
+    assert exhaustive.read(place) == runs
+    assert [line[3:9] for line in place.read_text().splitlines()[1:-1]] == ['laws":', "server"]
+
+
+def test_what_failed_changed_or_never_ran_is_left() -> None:
+    first, second, third, *others = exhaustive.folders()
+    runs = {name: ran("a") for name in others}
+    runs |= {first: ran("a", seconds=900), second: ran("a", failed=1, seconds=30)}
+    changed = dict.fromkeys(runs, 0) | {first: 3}
+    assert exhaustive.left(runs, changed) == [third, second, first]
+    lines = exhaustive.shown(runs, changed).splitlines()[1:]
+    assert lines[0].split() == [first, "10", "0", "15", "a", "3"]
+    assert lines[1].split()[:3] == [second, "9", "1"]
+    assert lines[2].split() == [third, "never", "ran"]
+
+
+def test_a_test_that_did_not_pass_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "test_three.py").write_text(
+        "import pytest\n\ndef test_a(): pass\ndef test_b(): raise ValueError\n"
+        "def test_c(): pytest.skip('why')\n"
+    )
+    report = tmp_path / "report.xml"
+    line = ["-p", "no:cacheprovider", f"--junitxml={report}", "--rootdir", str(tmp_path)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTEST_XDIST_WORKER", raising=False)
+        command = [sys.executable, "-m", "pytest", *line, str(tmp_path)]
+        assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode == 1
+    assert exhaustive.counted(report) == (3, 2)
+
+
+def test_files_that_differ_from_a_commit_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exhaustive, "ROOT", tmp_path)
+    for name in ("src/a.py", "tests/b.py", "docs/c.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("1\n")
+    me = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+    for line in (["init", "-q"], ["add", "."], [*me, "commit", "-q", "-m", "one"]):
+        subprocess.run(["git", "-C", str(tmp_path), *line], check=True)
+    assert exhaustive.changed_since("HEAD") == []
+    for name in ("src/a.py", "docs/c.md", "tests/exhaustive.json", "tests/new.py"):
+        (tmp_path / name).write_text("2\n")
+    assert exhaustive.changed_since("HEAD") == ["src/a.py", "tests/new.py"]

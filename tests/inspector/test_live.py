@@ -13,8 +13,9 @@ import torch
 
 import everystep as es
 from everystep.errors import EverystepError, RequestError
+from everystep.inspector import sessions, views
 from everystep.inspector.page_server import MOST_BODY, PageServer
-from everystep.inspector.sessions import MOST_RUNS, LiveSession, Reading
+from everystep.inspector.sessions import MOST_RUNS, Known, LiveSession, Reading
 from everystep.records import read_record
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
@@ -369,6 +370,90 @@ def test_a_run_is_driven_by_keyboard(browser: Browser, served: PageServer) -> No
     assert browser.problems == [
         one for one in browser.problems if "400" in one and "obey" in one
     ]  # what was refused is told as such
+
+
+PLAIN = {"top_k": None, "temperature": None, "seed": None}
+GROWING: dict[str, dict[str, Any]] = {
+    "sampled": {},
+    "drafted": {"prompt_lookup_num_tokens": 3, "do_sample": False, **PLAIN},
+    "held back": {"stop_strings": ["zzz never"], "trim_stop_strings": True},
+}
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_what_comes_to_a_long_run_is_what_the_document_has_of_it(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "LONG", 2)
+    session = opened(tmp_path / "a", max_new_tokens=20, eos_token_id=None, **GROWING[kind])
+    tokens: list[Any] = []
+    unseen: dict[Any, str] = {}
+    texts: dict[str, str] = {}
+    grew = 0
+    while not session.run.done:
+        known = Known(len(tokens), len(texts))
+        answer: Any = session.answered("step 2" if grew % 2 else "step", None, known)
+        whole: Any = session.document()
+        (own,) = whole["runs"]
+        if (found := answer["grown"]) is not None:
+            assert answer["document"] is None and found["run"] == 0
+            assert found["from"] == len(tokens) < len(own["sequences"]["0"])
+            tokens, grew = tokens + found["tokens"], grew + 1
+            unseen, texts = unseen | found["unseen"], texts | found["texts"]
+        else:
+            assert answer["document"] == whole
+            tokens, unseen = [*own["sequences"]["0"]], dict(own["unseen"]["0"])
+            texts = dict(whole["texts"][0])
+        assert (tokens, unseen) == (own["sequences"]["0"], own["unseen"]["0"])
+        assert texts == whole["texts"][0]
+    assert grew > 3 and answer["document"] is not None, "the last answer says how it ended"
+
+
+def test_what_is_no_growth_is_told_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "LONG", 2)
+    session = opened(tmp_path / "a")
+    session.obey("step 4")
+    for line in ("back 1", "step", "fork", "undo"):
+        answer = session.answered(line, None, Known(len(session.run.tokens), 1))
+        assert (answer["grown"] is not None) == (line == "step"), line
+    beams = opened(tmp_path / "b", do_sample=False, num_beams=3, **PLAIN)
+    beams.obey("step 4")
+    assert beams.answered("step", None, Known(4, 1))["grown"] is None
+    assert session.answered("step", None, Known(99, 1))["grown"] is None
+    for value in (None, [1], [1, -1], [True, 2], "12", [1, 2, 3], {"tokens": 1}):
+        assert Known.read(value) is None
+    assert Known.read([3, 4]) == Known(3, 4)
+
+
+@needs_chromium
+def test_a_long_run_grows_on_the_page(
+    tmp_path: Path, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "LONG", 5)
+    session = opened(tmp_path / "a", max_new_tokens=40, eos_token_id=None)
+    session.obey("step 6")
+    shown = "document.querySelectorAll('#tokens span').length"
+    with PageServer(session) as server:
+        browser.visit(server.url, OPEN)
+        before = len([one for one in browser.requests if one.endswith("/document")])
+        assert browser.value("document.getElementById('older').hidden")
+        for count in (7, 8, 9):
+            tab_to(browser, "do-step")
+            browser.press("Enter")
+            assert f"{count} tokens" in said(browser) and browser.value(shown) == count
+            here = browser.value("document.querySelector('#tokens .here').id")
+            assert here == f"token-{count - 1}"
+            browser.until("document.querySelector('#step tbody tr') !== null")
+            last = "document.querySelector('#tokens').lastElementChild.textContent"
+            assert browser.value(last) == views.spelled(session.record(), session.run.tokens[-1])
+        assert browser.value("everystep.counts")["grown"] == 3
+        assert "6 tokens" in browser.value("document.getElementById('older').textContent")
+        tab_to(browser, "again")
+        browser.press("Enter")
+        browser.until("document.getElementById('older').hidden")
+        after = len([one for one in browser.requests if one.endswith("/document")])
+        assert after == before + 1 and browser.value(shown) == 9
+    assert browser.problems == []
 
 
 @needs_chromium

@@ -77,7 +77,7 @@ def _times(place: tuple[int, RecordedStep] | None) -> tuple[Cell, Cell]:
     if place is None:
         return None, None
     number, step = place
-    return number, sum(step.seconds.values()) * 1e3
+    return number, step.spent * 1e3
 
 
 def _write_csv(record: Record, target: Path, title: str) -> None:

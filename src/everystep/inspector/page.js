@@ -21,7 +21,7 @@ function everystepPage(root, source) {
   const state = { run: 0, sequence: null, at: 0, measure: 0, part: -1, busy: false };
   const windows = new Map(); // steps that were asked for, by run and window
   const places = {}; // the elements that are drawn again
-  const counts = { windows: 0, spans: 0, bars: 0 }; // what was asked for and made so far
+  const counts = { windows: 0, spans: 0, bars: 0, grown: 0 }; // what was asked for and made so far
   let record;
 
   const make = (tag, attributes = {}, ...children) => {
@@ -526,15 +526,17 @@ function everystepPage(root, source) {
     root.setAttribute("aria-busy", "true");
     places.said.textContent = "Working.";
     const focused = document.activeElement && document.activeElement.id;
-    source.obey(line, run().name).then(
+    const known = [tokens().length, Object.keys(textsOf(run())).length];
+    source.obey(line, run().name, known).then(
       (answer) => {
         state.busy = false;
         root.removeAttribute("aria-busy");
         if (answer.document) renew(answer.document, answer.follows);
+        else if (answer.grown) grow(answer.grown);
         places.said.textContent = answer.said.join("\n");
         const back = focused && root.querySelector(`#${CSS.escape(focused)}`);
         if (back) back.focus({ preventScroll: true });
-        else if (answer.document) places.tokens.focus({ preventScroll: true });
+        else if (answer.document || answer.grown) places.tokens.focus({ preventScroll: true });
       },
       (error) => {
         state.busy = false;
@@ -548,11 +550,31 @@ function everystepPage(root, source) {
   const renew = (found, follows) => {
     const held = run().name;
     record = found;
-    for (const [name, steps] of [...windows]) if (steps.length < WINDOW) windows.delete(name);
+    forget();
     const name = follows === undefined ? held : follows;
     const number = Math.max(0, record.runs.findIndex((one) => one.name === name));
     const keeps = follows === undefined;
     openRun(number, keeps ? state.sequence : null, keeps ? state.at : Infinity);
+  };
+
+  // Windows that were not full: more steps may stand there now.
+  const forget = () => {
+    for (const [name, steps] of [...windows]) if (steps.length < WINDOW) windows.delete(name);
+  };
+
+  // What came to the run that is shown, of which the rest is here and stays.
+  const grow = (found) => {
+    const own = record.runs[found.run];
+    Object.assign(textsOf(own), found.texts);
+    own.sequences[state.sequence].length = found.from;
+    own.sequences[state.sequence].push(...found.tokens);
+    Object.assign((own.unseen[state.sequence] ||= {}), found.unseen);
+    forget();
+    counts.grown += found.tokens.length;
+    places.bars = undefined;
+    state.part = -1;
+    places.older.hidden = false;
+    go(Infinity);
   };
 
   // --- comparison --------------------------------------------------------------------------------
@@ -600,6 +622,13 @@ function everystepPage(root, source) {
     return list;
   };
 
+  // Of a long run that grows, hypotheses and ends are as they were when all of it was drawn.
+  const older = () => {
+    const again = button("Draw again", () => source.document().then((found) => renew(found), failed), { id: "again" });
+    places.older = make("div", { id: "older", hidden: "" }, `The tree and the nearest end are those of ${tokens().length} tokens. `, again);
+    return places.older;
+  };
+
   const openRun = (number, sequence = null, at = 0) => {
     state.run = number;
     const names = Object.keys(run().sequences);
@@ -630,6 +659,7 @@ function everystepPage(root, source) {
       questions(),
       comparison(),
       make("h2", { text: "Hypotheses, forks and drafts" }),
+      older(),
       make("pre", { id: "tree", tabindex: "0", role: "group", "aria-label": "Tree of hypotheses", text: run().tree.slice(0, 5000).join("\n") }),
       make("h2", { text: "Prompt, as the model reads it" }),
       prompt(),

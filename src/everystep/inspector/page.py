@@ -13,11 +13,12 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 
 from everystep.files.atomic import write_atomic
 from everystep.inspector import views
-from everystep.inspector.paths import choosing
+from everystep.inspector.paths import choosing, newest
 from everystep.records import Record, RecordedRow, RecordedStep
 
 Titled = tuple[str, Record]
@@ -133,6 +134,31 @@ def _runs(
     return found
 
 
+def growth(record: Record, name: str, tokens: int, texts: int) -> dict[str, object] | None:
+    """Return what has come to a run of one sequence since it had so many tokens, and its record so
+    many texts; None where these are not what its last steps chose."""
+    run = record.runs[name]
+    if [*run.tokens] != [0] or not 0 < tokens < len(run.tokens[0]) or run.ends:
+        return None
+    number, ids, own = [*record.runs].index(name), run.tokens[0], choosing(run)
+    places = newest(run, tokens)
+    if not {*range(tokens, len(ids))} <= {*places}:
+        return None
+    new = []
+    for at in range(tokens, len(ids)):
+        _, i, j = places[at]
+        one = views.token_of(record, run, at, ids[at], own[i].rows[j])
+        new.append(_token(one, (0, i, j), number, [own]))
+    known = [(at, places[at][0]) for at in range(tokens, len(ids))]
+    return {
+        "run": number,
+        "from": tokens,
+        "tokens": new,
+        "unseen": views.unseen_after(record, run, known),
+        "texts": {str(id): views.spelled(record, id) for id in islice(record.texts, texts, None)},
+    }
+
+
 def _token(
     one: views.Token,
     place: tuple[int, int, int] | None,
@@ -142,7 +168,7 @@ def _token(
     """Return id, surprise, origin, step, row, run, entropy, rank and milliseconds of a token."""
     row = one.row
     r, i, j = place or (0, -1, -1)
-    spent = None if place is None else sum(steps[r][i].seconds.values()) * 1e3
+    spent = None if place is None else steps[r][i].spent * 1e3
     rank = None if row is None or row.ranks is None else row.ranks[0]
     entropy = None if row is None else _rounded(row.entropies[0])
     surprise = _rounded(one.surprise)

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from everystep.errors import EverystepError, RequestError
 from everystep.inspector.page import asset
-from everystep.inspector.sessions import InspectorSession
+from everystep.inspector.sessions import InspectorSession, Known
 from everystep.server.listener import Listener
 from everystep.server.page_headers import page_headers
 
@@ -214,8 +214,9 @@ class PageServer:
         line, run = given.get("line"), given.get("run")
         if not isinstance(line, str) or not (run is None or isinstance(run, str)):
             return _said(400, "A line is a text.")
+        known = Known.read(given.get("known"))
         try:
-            return _answer(await asyncio.to_thread(self.session.answered, line, run))
+            return _answer(await asyncio.to_thread(self.session.answered, line, run, known))
         except EverystepError as error:
             return _said(400, str(error))
 

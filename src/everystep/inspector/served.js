@@ -21,7 +21,7 @@
     links: true,
     document: () => asked("document"),
     steps: (run, from, count) => asked(`steps?run=${run}&from=${from}&count=${count}`),
-    obey: (line, run) => asked("obey", { line, run }),
+    obey: (line, run, known) => asked("obey", { line, run, known }),
     halt: () => asked("halt", {}),
   });
 })();

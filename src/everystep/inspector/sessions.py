@@ -35,7 +35,7 @@ from everystep.inspector.counterfactuals import (
     what_if,
 )
 from everystep.inspector.inside import lens, lens_lines, looks, looks_lines
-from everystep.inspector.page import Titled, document, shown_step
+from everystep.inspector.page import Titled, document, growth, shown_step
 from everystep.inspector.paths import choosing, rows_along
 from everystep.records import GrowingRecord, Record, RecordedRun
 from everystep.runs.run import Run
@@ -45,17 +45,36 @@ MOST_RUNS = 64
 """Runs that a session keeps at once."""
 MOST_STEPS = 1000
 """Steps that are answered at once."""
+LONG = 1000
+"""Tokens of a run from which on a page is told what came to it, in place of all of it."""
 LOW_SHARE = 0.1
 NEAR_END = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class LineAnswer:
-    """An answer to a line: what is said; whether something changed; which run is looked at now."""
+    """An answer to a line: what is said; whether something changed, and whether the run only grew;
+    which run is looked at now."""
 
     said: list[str]
     changed: bool = False
+    grew: bool = False
     follows: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """How much a page has: tokens of the run that a line is about, and texts of its record."""
+
+    tokens: int
+    texts: int
+
+    @classmethod
+    def read(cls, value: object) -> Self | None:
+        """Return what a page says of itself, [tokens, texts]; None for anything else."""
+        if not isinstance(value, list) or [type(one) for one in value] != [int, int]:
+            return None
+        return cls(*value) if min(value) >= 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +142,20 @@ class InspectorSession(ABC):
                 what = f"{line[:40]!r} cannot be read: {error}"
                 raise RequestError(what[:400], do="Type it as help shows") from error
 
-    def answered(self, line: str, run: str | None) -> dict[str, object]:
-        """Do what a line says, and return what a page is told: with the document, if it changed."""
+    def answered(self, line: str, run: str | None, known: Known | None = None) -> dict[str, object]:
+        """Do what a line says, and return what a page is told: with the document if it changed, or
+        with what came to a long run of which the page has the rest."""
         spoken = self.obey(line, run)
-        changed = self.document() if spoken.changed else None
-        return {"said": spoken.said, "document": changed, "follows": spoken.follows}
+        grown = None
+        if spoken.grew and known is not None and known.tokens >= LONG:
+            grown = self.growth(known)
+        changed = self.document() if spoken.changed and grown is None else None
+        said = {"said": spoken.said, "follows": spoken.follows}
+        return {**said, "document": changed, "grown": grown}
+
+    def growth(self, known: Known) -> dict[str, object] | None:
+        """Return what came to the run that lines are about; None where that is not all."""
+        return growth(self.record(), self.run_name(), known.tokens, known.texts)
 
     def turn_to(self, run: str) -> None:
         """Let lines be about this run."""
@@ -279,13 +307,11 @@ def _ranked(run: RecordedRun, at: int, rank: int) -> int:
     row = rows[at] if at < len(rows) else None
     if row is None:
         raise RequestError("there are no candidates there", got=at, do="Give the id of the token")
-    order = sorted(
-        range(len(row.ids)),
-        key=lambda i: math.inf if row.scores[i] is None else -row.scores[i],  # type: ignore[operator]
-    )
+    pairs = zip(row.scores, row.ids, strict=True)
+    order = sorted(pairs, key=lambda pair: math.inf if pair[0] is None else -pair[0])
     if not 0 <= rank < len(order):
         raise RequestError("there is no such rank", wanted=f"#0 to #{len(order) - 1}", got=rank)
-    return row.ids[order[rank]]
+    return order[rank][1]
 
 
 class Reading(InspectorSession):
@@ -408,6 +434,13 @@ class LiveSession(InspectorSession):
         state = {"current": self.current, "done": self.run.done, "alone": self.run.alone}
         return {**found, "asks": True, "live": state}
 
+    def growth(self, known: Known) -> dict[str, object] | None:
+        """Return what came to the run, between two moments at which the record grows."""
+        if self.run.done or not self.run.alone:
+            return None
+        with self._reading:
+            return super().growth(known)
+
     def steps(self, run: int, first: int, count: int) -> list[dict[str, object]]:
         """Return some steps of a run, between two moments at which the record grows."""
         with self._reading:
@@ -458,9 +491,9 @@ class LiveSession(InspectorSession):
                     break
         finally:
             self._seen = None
-        return self._standing()
+        return self._standing(grew=True)
 
-    def _standing(self) -> LineAnswer:
+    def _standing(self, *, grew: bool = False) -> LineAnswer:
         """Say how the run stands."""
         run, name = self.run, self.run_name()
         self._seen = None
@@ -470,7 +503,7 @@ class LiveSession(InspectorSession):
             own = record.runs[name]
             if run.done:
                 said += views.ends(record, own)
-        return LineAnswer(said, changed=True, follows=name)
+        return LineAnswer(said, changed=True, grew=grew, follows=name)
 
     # --- changes ----------------------------------------------------------------------------------
 

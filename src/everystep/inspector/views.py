@@ -39,16 +39,26 @@ def spelled(record: Record, id: int) -> str:
 def tokens_of(record: Record, run: RecordedRun, index: int = 0) -> list[Token]:
     """Return the tokens of a sequence."""
     ids = run.tokens.get(index, [])
-    spent = {id(row): sum(step.seconds.values()) * 1e3 for step in run.steps for row in step.rows}
-    found = []
-    for at, (token, row) in enumerate(zip(ids, rows_along(run, index), strict=True)):
-        origin = "given" if at in run.given else "unknown" if row is None else row.origin
-        surprise = None
-        if row is not None and origin != "given":
-            surprise = surprise_of(row, token)
-        text = spelled(record, token)
-        found.append(Token(at, token, text, surprise, origin, row, spent.get(id(row))))
-    return found
+    spent = {id(row): step.spent for step in run.steps for row in step.rows}
+    rows = enumerate(rows_along(run, index))
+    return [token_of(record, run, at, ids[at], row, spent.get(id(row))) for at, row in rows]
+
+
+def token_of(
+    record: Record,
+    run: RecordedRun,
+    at: int,
+    id: int,
+    row: RecordedRow | None,
+    spent: float | None = None,
+) -> Token:
+    """Return a token that stands at a place, by its choice and the seconds of its step."""
+    origin = "given" if at in run.given else "unknown" if row is None else row.origin
+    surprise = None
+    if row is not None and origin != "given":
+        surprise = row.surprise if id == row.chosen else surprise_of(row, id)
+    milliseconds = None if spent is None else spent * 1e3
+    return Token(at, id, spelled(record, id), surprise, origin, row, milliseconds)
 
 
 def surprise_of(row: RecordedRow, id: int) -> float | None:
@@ -195,7 +205,7 @@ def speculation(run: RecordedRun) -> list[str]:
     for step in steps:
         chosen = sum(len(child.ids) for child in step.children)
         if chosen:
-            times[bool(step.drafts)].append(sum(step.seconds.values()) * 1e3 / chosen)
+            times[bool(step.drafts)].append(step.spent * 1e3 / chosen)
     if times[True] and times[False]:
         with_drafts, plain = (sorted(own)[len(own) // 2] for own in (times[True], times[False]))
         found.append(f"  a token took {with_drafts:.2f} ms with drafts, {plain:.2f} ms without")
@@ -248,7 +258,7 @@ def steps(record: Record, run: RecordedRun) -> Table:
             rank = "" if row.ranks is None else str(row.ranks[0])
             left = " ".join(f"-{stage.removed}" for stage in row.stages if stage.removed)
             fed = " ".join(f"{one.start}+{one.count}" for one in step.fed if one.of == row.of)
-            spent = f"{sum(step.seconds.values()) * 1e3:.1f}"
+            spent = f"{step.spent * 1e3:.1f}"
             chosen = "" if row.chosen is None else spelled(record, row.chosen)
             lines.append(
                 (
@@ -262,32 +272,32 @@ def steps(record: Record, run: RecordedRun) -> Table:
 
 def candidates(record: Record, row: RecordedRow) -> Table:
     """Return the candidates of a choice, best first, with a column for every stage."""
-    head = ("", "id", "token", "logit", *(stage_name(one.name) for one in row.stages), "share")
-    total = row.totals[1]
+    ids, logits, stages, scores, total = row.ids, row.logits, row.stages, row.scores, row.totals[1]
+    head = ("", "id", "token", "logit", *(stage_name(one.name) for one in stages), "share")
     order = sorted(
-        range(len(row.ids)),
+        range(len(ids)),
         key=lambda i: (
-            row.scores[i] is None,
-            -(row.scores[i] or 0.0),
-            row.logits[i] is None,
-            -(row.logits[i] or 0.0),
+            scores[i] is None,
+            -(scores[i] or 0.0),
+            logits[i] is None,
+            -(logits[i] or 0.0),
         ),
     )
     lines = []
     for i in order:
-        score = row.scores[i]
+        score = scores[i]
         share = 0.0 if score is None or total is None else math.exp(min(score - total, 0.0))
         lines.append(
             (
-                "*" if row.ids[i] == row.chosen else "",
-                str(row.ids[i]),
-                spelled(record, row.ids[i]),
-                number(row.logits[i]),
-                *(number(stage.values[i]) for stage in row.stages),
+                "*" if ids[i] == row.chosen else "",
+                str(ids[i]),
+                spelled(record, ids[i]),
+                number(logits[i]),
+                *(number(stage.values[i]) for stage in stages),
                 "ruled out" if score is None else f"{share:.2%}",
             )
         )
-    removed = [str(stage.removed) if stage.removed else "" for stage in row.stages]
+    removed = [str(stage.removed) if stage.removed else "" for stage in stages]
     lines.append(("", "", "ruled out of all", "", *removed, ""))
     return head, lines
 
@@ -357,24 +367,55 @@ def unseen(record: Record, run: RecordedRun, index: int = 0) -> dict[int, str]:
 
     Places with nothing of that are left out.
     """
-    ids = run.tokens.get(index, [])
     number = {id(row): at for at, step in enumerate(run.steps) for row in step.rows}
-    settled = [(steps, length) for steps, own, length in run.settled if own == index]
-    strings = _cut_off(run)
-    held = [*_held(record, ids, strings)]
+    rows = enumerate(rows_along(run, index))
+    known = [(at, number[id(row)]) for at, row in rows if id(row) in number]
+    return unseen_after(record, run, known, index)
+
+
+def unseen_after(
+    record: Record, run: RecordedRun, chosen: Sequence[tuple[int, int]], index: int = 0
+) -> dict[int, str]:
+    """Return the same for some tokens in order, given with the indices of their steps."""
+    if not chosen:
+        return {}
+    ids, strings = run.tokens.get(index, []), _cut_off(run)
+    settled = _settled(run, index, chosen[0][1])
+    first = max(0, min(settled[0][1], chosen[0][0] + 1) - 1)
+    begin = _read_back(record, ids, first, strings)
+    held = [*_held(record, ids[begin : chosen[-1][0] + 1], strings)]
     found: dict[int, str] = {}
     place = final = 0
-    for at, row in enumerate(rows_along(run, index)):
-        if row is None or id(row) not in number:
-            continue
-        while place < len(settled) and settled[place][0] <= number[id(row)] + 1:
+    for at, step in chosen:
+        while place < len(settled) and settled[place][0] <= step + 1:
             final, place = settled[place][1], place + 1
         there = min(final, at + 1)
-        left = held[there - 1] if there else b""
+        left = held[there - 1 - begin] if there else b""
         late = b"".join(record.texts.get(one, b"") for one in ids[there : at + 1])
         if left or late:
             found[at] = marked((left + late).decode(errors="backslashreplace"))
     return found
+
+
+def _settled(run: RecordedRun, index: int, step: int) -> list[tuple[int, int]]:
+    """Return after how many steps how many ids of a sequence were final, from what held after the
+    step with this index on."""
+    found = []
+    for steps, own, length in reversed(run.settled):
+        if own == index:
+            found.append((steps, length))
+            if steps <= step + 1:
+                return found[::-1]
+    return [(0, 0), *found[::-1]]
+
+
+def _read_back(record: Record, ids: Sequence[int], first: int, strings: Sequence[bytes]) -> int:
+    """Return the place from which bytes are read to know what is held back from `first` on."""
+    left = 2 * _reach(strings)
+    while first > 0 and left > 0:
+        first -= 1
+        left -= len(record.texts.get(ids[first], b""))
+    return first
 
 
 def unseen_at(record: Record, run: RecordedRun, step: RecordedStep) -> list[str]:
@@ -401,10 +442,15 @@ def _cut_off(run: RecordedRun) -> list[bytes]:
     return [one.encode() for one in strings if isinstance(one, str) and run.about.get("trims")]
 
 
+def _reach(strings: Sequence[bytes]) -> int:
+    """Return how many bytes can be held back at once."""
+    return max([4, *map(len, strings)])
+
+
 def _held(record: Record, ids: Sequence[int], strings: Sequence[bytes]) -> Iterator[bytes]:
     """Yield the bytes after each id that are held back: a half character, or what may become one
     of the strings."""
-    reach = max([4, *map(len, strings)])
+    reach = _reach(strings)
     tail = b""
     for one in ids:
         tail = (tail + record.texts.get(one, b""))[-2 * reach :]

@@ -24,7 +24,7 @@ export default {
       links: false,
       document: () => ask("document"),
       steps: (run, first, count) => ask("steps", { run, first, count }),
-      obey: (line, run) => ask("obey", { line, run }),
+      obey: (line, run, known) => ask("obey", { line, run, known }),
       halt: () => ask("halt"),
     });
     return () => model.off("msg:custom", heard);

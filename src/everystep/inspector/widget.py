@@ -11,7 +11,7 @@ from typing import Any
 
 from everystep.errors import EverystepError, MissingExtraError, RequestError
 from everystep.inspector.page import asset
-from everystep.inspector.sessions import InspectorSession, LiveSession, Reading
+from everystep.inspector.sessions import InspectorSession, Known, LiveSession, Reading
 from everystep.records import Record
 from everystep.runs.run import Run
 
@@ -59,7 +59,8 @@ class InspectorWidget(anywidget.AnyWidget):
                 raise RequestError("run, first and count are whole numbers")
             return self.session.steps(*place)  # type: ignore[arg-type]
         if what == "obey":
-            return self.session.answered(str(asked.get("line")), asked.get("run"))
+            known = Known.read(asked.get("known"))
+            return self.session.answered(str(asked.get("line")), asked.get("run"), known)
         raise RequestError("there is no such question", got=str(what)[:40])
 
 

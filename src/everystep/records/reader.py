@@ -12,6 +12,7 @@ import html
 import json
 import math
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
@@ -27,6 +28,8 @@ MOST_READ = 2**31
 """Bytes that are read of a record at most, after decompression."""
 MOST_DEPTH = 12
 _BLOCK = 2**16
+_PACKED = 2**16
+"""Bytes of lines that are compressed together, at least."""
 _GZIP = b"\x1f\x8b"
 _MOST_SHOWN_RUNS = 4
 _MOST_SHOWN_TOKENS = 2000
@@ -72,15 +75,80 @@ class EndToken:
     rank: int
 
 
+class PackedLines:
+    """The lines of steps, compressed by blocks, of which the one asked for last is unpacked.
+
+    A step of one row takes about a third of a kilobyte here, and 17 as objects.
+    """
+
+    def __init__(self) -> None:
+        self._firsts: list[int] = []  # the place of each block's first line
+        self._blocks: list[bytes] = []
+        self._open: list[bytes] = []
+        self._count = self._size = 0
+        self._unpacked: tuple[int, list[Mapping[str, Json]]] = (-1, [])
+
+    def add(self, data: bytes) -> int:
+        """Keep a line that is JSON, and return its place."""
+        self._open.append(data)
+        self._count, self._size = self._count + 1, self._size + len(data)
+        if self._size > _PACKED:
+            self._firsts.append(self._count - len(self._open))
+            self._blocks.append(zlib.compress(b",".join(self._open), 1))
+            self._open, self._size = [], 0
+        return self._count - 1
+
+    def line(self, place: int) -> Mapping[str, Json]:
+        """Return the line at a place."""
+        first = self._count - len(self._open)
+        if place >= first:
+            return _object(json.loads(self._open[place - first]))
+        block = bisect_right(self._firsts, place) - 1
+        unpacked = self._unpacked  # another thread may put another block there
+        if unpacked[0] != block:
+            text = zlib.decompress(self._blocks[block])
+            unpacked = block, json.loads(b"[%b]" % text)
+            self._unpacked = unpacked
+        return unpacked[1][place - self._firsts[block]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """A line that is kept packed, or one of its rows; equal to another one that says the same."""
+
+    lines: PackedLines
+    step: int
+    row: int | None = None
+
+    def said(self) -> Mapping[str, Json]:
+        """Return what stands there."""
+        line = self.lines.line(self.step)
+        return line if self.row is None else _object(_list(line["rows"])[self.row])
+
+    def __eq__(self, other: object) -> bool:
+        return self._read() == other._read() if isinstance(other, _Place) else NotImplemented
+
+    def _read(self) -> tuple[object, ...]:
+        """Return what is read of it when it is asked for."""
+        said = self.said()
+        if self.row is None:
+            return _fed(said), _seconds(said)
+        scores = _ids(said["ids"]), _numbers(said["logits"]), _stages(said)
+        return *scores, _draw(said), _end_tokens(said)
+
+    def __hash__(self) -> int:
+        return hash((self.step, self.row))
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedRow:
     """One choice: `of`: the index of its sequence; `at`: how many ids stand after the prompt.
 
     `score`: that of the sequence before. `chosen`: the token, None where nothing goes on from here.
-    `origin`: "chosen", "drafted" or "forced". `ids`, `logits`: the candidates. `totals`,
-    `entropies`, `ranks`: logarithms of the sums of exponentials, entropies in nats, and the ranks
-    of the chosen token, before and after all stages. `surprise`: -log of the model's probability of
-    the chosen token.
+    `origin`: "chosen", "drafted" or "forced". `totals`, `entropies`, `ranks`: logarithms of the
+    sums of exponentials, entropies in nats, and the ranks of the chosen token, before and after all
+    stages. `surprise`: -log of the model's probability of the chosen token. What is known of each
+    candidate was judged when the line was read, and is unpacked when it is asked for.
     """
 
     of: int
@@ -88,20 +156,42 @@ class RecordedRow:
     score: Number
     chosen: int | None
     origin: str
-    ids: tuple[int, ...]
-    logits: tuple[Number, ...]
-    stages: tuple[Stage, ...]
     totals: tuple[Number, Number]
     entropies: tuple[Number, Number]
     ranks: tuple[int, int] | None
     surprise: Number
-    draw: RecordedDraw | None
-    ends: tuple[EndToken, ...]
+    _place: _Place = field(repr=False)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The candidates."""
+        return _ids(self._place.said()["ids"])
+
+    @property
+    def logits(self) -> tuple[Number, ...]:
+        """The candidates' logits."""
+        return _numbers(self._place.said()["logits"])
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """What each stage made of the candidates, in order."""
+        return _stages(self._place.said())
 
     @property
     def scores(self) -> tuple[Number, ...]:
         """The candidates' scores after all stages."""
-        return self.stages[-1].values if self.stages else self.logits
+        stages = self.stages
+        return stages[-1].values if stages else self.logits
+
+    @property
+    def draw(self) -> RecordedDraw | None:
+        """The number that was drawn; None where the best was taken."""
+        return _draw(self._place.said())
+
+    @property
+    def ends(self) -> tuple[EndToken, ...]:
+        """The ids that would have ended the text."""
+        return _end_tokens(self._place.said())
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,19 +225,31 @@ class Fed:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """One step of a run; one without rows only fed. `beside`: how many other requests shared it.
-
-    `line`: the whole line, with fields that this version does not know.
-    """
+    """One step of a run; one without rows only fed. `spent`: its seconds, all phases together.
+    `beside`: how many other requests shared it."""
 
     number: int
     rows: tuple[RecordedRow, ...]
     children: tuple[RecordedChild, ...]
     drafts: tuple[RecordedDraft, ...]
-    fed: tuple[Fed, ...]
-    seconds: Mapping[str, float]
+    spent: float
     beside: int
-    line: Mapping[str, Json] = field(repr=False)
+    _place: _Place = field(repr=False)
+
+    @property
+    def line(self) -> Mapping[str, Json]:
+        """The whole line, with fields that this version does not know."""
+        return self._place.said()
+
+    @property
+    def fed(self) -> tuple[Fed, ...]:
+        """What each sequence fed."""
+        return _fed(self._place.said())
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """The time of each phase, which decides nothing."""
+        return _seconds(self._place.said())
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +301,8 @@ class RecordedRun:
 class Record:
     """All that a file holds. `cut`: whether something is missing: the end, or what was too long.
 
-    `texts`: bytes of ids. `others`: lines of kinds that this version does not know.
+    `texts`: bytes of ids. `others`: lines of kinds that this version does not know. `packed`: what
+    is asked for rarely of its steps.
     """
 
     header: Mapping[str, Json]
@@ -207,6 +310,7 @@ class Record:
     texts: dict[int, bytes] = field(default_factory=dict)
     others: list[Mapping[str, Json]] = field(default_factory=list)
     cut: bool = False
+    packed: PackedLines = field(default_factory=PackedLines, repr=False, compare=False)
 
     def spell(self, id: int) -> str:
         """Return the text of an id, with marks for bytes that are no text; <id> if it has none."""
@@ -325,6 +429,8 @@ class GrowingRecord:
         try:
             if self._record is None:
                 self._record = _begun(self.file, line)
+            elif line.get("type") == "step":
+                _step(self._record, line, data)
             else:
                 _READERS.get(str(line.get("type")), _keep)(self._record, line)
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
@@ -423,7 +529,7 @@ def _parsed(data: bytes) -> Mapping[str, Json] | None:
     if len(data) > MOST_LINE:
         return None
     try:
-        found = json.loads(data, parse_constant=_refused)
+        found = json.loads(data.decode(), parse_constant=_refused)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and _is_shallow(found) else None
@@ -496,7 +602,7 @@ def _ids(value: Json) -> tuple[int, ...]:
     return tuple(map(_whole, _list(value)))
 
 
-def _numbers(value: Json, count: int) -> tuple[Number, ...]:
+def _numbers(value: Json, count: int | None = None) -> tuple[Number, ...]:
     return tuple(map(_number, _list(value, count)))
 
 
@@ -523,56 +629,82 @@ def _spelling(record: Record, line: Mapping[str, Json]) -> None:
         record.texts[int(id)] = raw
 
 
-def _step(record: Record, line: Mapping[str, Json]) -> None:
+def _step(record: Record, line: Mapping[str, Json], data: bytes) -> None:
     run = _run_of(record, line)
     number = _whole(line["step"])
     if run.steps and number <= run.steps[-1].number:
         return  # written twice, around an interrupt
-    seconds = _object(line.get("seconds", {})).items()
+    _fed(line)  # judged now; see RecordedStep
+    spent = sum(_seconds(line).values())
+    place = record.packed.add(data)
     step = RecordedStep(
         number,
-        tuple(_row(_object(row)) for row in _list(line.get("rows", []))),
+        tuple(
+            _row(_object(row), _Place(record.packed, place, at))
+            for at, row in enumerate(_list(line.get("rows", [])))
+        ),
         tuple(_child(_list(one, 5)) for one in _list(line.get("children", []))),
         tuple(
             RecordedDraft(_whole(of), _ids(ids), _whole(right))
             for of, ids, right in (_list(one, 3) for one in _list(line.get("drafts", [])))
         ),
-        tuple(Fed(*map(_whole, _list(one, 3))) for one in _list(line.get("fed", []))),
-        {_text(name): _real(value) for name, value in seconds},
+        spent,
         _whole(line.get("beside", 0)),
-        line,
+        _Place(record.packed, place),
     )
     run.steps.append(step)
 
 
-def _row(row: Mapping[str, Json]) -> RecordedRow:
+def _fed(line: Mapping[str, Json]) -> tuple[Fed, ...]:
+    return tuple(Fed(*map(_whole, _list(one, 3))) for one in _list(line.get("fed", [])))
+
+
+def _seconds(line: Mapping[str, Json]) -> dict[str, float]:
+    said = _object(line.get("seconds", {}))
+    return {_text(name): _real(value) for name, value in said.items()}
+
+
+def _row(row: Mapping[str, Json], place: _Place) -> RecordedRow:
     ids = _ids(row["ids"])
-    stages = [_object(one) for one in _list(row.get("stages", []))]
-    chosen, ranks, draw = row.get("chosen"), row.get("ranks"), row.get("draw")
+    _numbers(row["logits"], len(ids))
+    for stage in _stages(row):
+        if len(stage.values) != len(ids):
+            raise ValueError("a stage has another number of candidates")
+    _draw(row), _end_tokens(row)  # judged now; see RecordedRow
+    chosen, ranks = row.get("chosen"), row.get("ranks")
     before, after = _numbers(row["totals"], 2)
     sure, unsure = _numbers(row["entropies"], 2)
-    ends = [_list(one, 4) for one in _list(row.get("ends", []))]
     return RecordedRow(
         _whole(row["of"]),
         _whole(row["at"]),
         _number(row.get("score", 0.0)),
         None if chosen is None else _whole(chosen),
         _text(row.get("origin", "chosen")),
-        ids,
-        _numbers(row["logits"], len(ids)),
-        tuple(
-            Stage(_text(one["name"]), _whole(one["removed"]), _numbers(one["values"], len(ids)))
-            for one in stages
-        ),
         (before, after),
         (sure, unsure),
         None if ranks is None else (_whole(_list(ranks, 2)[0]), _whole(_list(ranks, 2)[1])),
         _number(row.get("surprise")),
-        None if draw is None else RecordedDraw(*map(_real, _list(draw, 3))),
-        tuple(
-            EndToken(_whole(id), _number(logit), _number(score), _whole(rank))
-            for id, logit, score, rank in ends
-        ),
+        place,
+    )
+
+
+def _stages(row: Mapping[str, Json]) -> tuple[Stage, ...]:
+    said = map(_object, _list(row.get("stages", [])))
+    return tuple(
+        Stage(_text(one["name"]), _whole(one["removed"]), _numbers(one["values"])) for one in said
+    )
+
+
+def _draw(row: Mapping[str, Json]) -> RecordedDraw | None:
+    draw = row.get("draw")
+    return None if draw is None else RecordedDraw(*map(_real, _list(draw, 3)))
+
+
+def _end_tokens(row: Mapping[str, Json]) -> tuple[EndToken, ...]:
+    ends = (_list(one, 4) for one in _list(row.get("ends", [])))
+    return tuple(
+        EndToken(_whole(id), _number(logit), _number(score), _whole(rank))
+        for id, logit, score, rank in ends
     )
 
 
@@ -640,7 +772,6 @@ def _keep(record: Record, line: Mapping[str, Json]) -> None:
 _READERS = {
     "run": _run,
     "spelling": _spelling,
-    "step": _step,
     "tokens": _tokens,
     "end": _end,
     "edit": _edit,

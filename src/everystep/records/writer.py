@@ -19,8 +19,9 @@ from everystep.files.opening import as_path
 from everystep.records.record_lines import VERSION, Line, encoded
 from everystep.records.redaction import redacted_line
 
-MOST_BYTES = 2**30
-"""Bytes of a record at most, before compression; then one line says that the rest is left out."""
+MOST_BYTES = 2**31 - 2**20
+"""Bytes of a record at most, before compression, fewer than a reader takes; then one line says that
+the rest is left out."""
 MOST_HELD = 128
 """Rows of scores that wait to be written at most, all steps together."""
 _BLOCK = 2**16

@@ -1,13 +1,16 @@
 """What does a record cost, and how soon is a long one shown?
 
-    scripts/bench inspector [--turns 9] [--rows 1 32] [--steps 100000] [--out NAME]
+    scripts/bench inspector [--turns 9] [--rows 1 32] [--steps 100000] [--million] [--live 20000]
+        [--out NAME]
 
 The default model samples natively, with temperature and top-k, without a record and with one, plain
 and compressed, in turns. Prints, and writes to bench/results/, medians of milliseconds a step, the
 median ratio of the turns, seconds of the processor a step, and bytes a step. A record of so many
 steps, made as the library writes them, is read and served: megabytes of one row and of four beams,
 seconds to read it, and what Chromium takes from an address to the first text, and from there to
-the step of another token.
+the step of another token. `--million`: of a million steps, what reading takes in seconds of the
+processor and in memory. A run in hands of a tiny model that has so many tokens (`--live`) takes
+another step: milliseconds of the step alone, until the page is told, and until it is drawn.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from parts.report import options, write
 
 import everystep as es
 from everystep.inspector.page_server import PageServer
-from everystep.inspector.sessions import Reading
+from everystep.inspector.sessions import Known, LiveSession, Reading
+from everystep.testing.models import tiny_llama
+from everystep.testing.tokenizer import tiny_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.inspector.browser import Browser, chromium
@@ -102,11 +107,69 @@ def shown(steps: int, beams: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+def opened(steps: int, folder: Path) -> dict[str, Any]:
+    """Seconds of the processor and megabytes that reading a record takes, and its document."""
+    file = folder / "million.jsonl.gz"
+    long_record(file, steps)
+    found: dict[str, Any] = {"MB": round(file.stat().st_size / 1e6)}
+    begin, before = time.process_time(), _resident()
+    session = Reading(("long", es.read_record(file)))
+    found["read processor s"] = round(time.process_time() - begin)
+    found["read MB of memory"] = round(_resident() - before)
+    begin = time.process_time()
+    session.document()
+    found["document processor s"] = round(time.process_time() - begin)
+    begin = time.perf_counter()
+    session.steps(0, steps // 2, 100)
+    return {**found, "window ms": round((time.perf_counter() - begin) * 1e3)}
+
+
+def _resident() -> float:
+    """Megabytes of memory that the process has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def grown(tokens: int, folder: Path) -> dict[str, Any]:
+    """Medians of milliseconds of a step of a run with so many tokens, alone and on the page."""
+    positions = {"max_position_embeddings": tokens + 200}
+    model = tiny_llama(vocab_size=320, hidden_size=16, dtype=torch.float32, **positions)
+    options = {"do_sample": True, "seed": 3, "max_new_tokens": tokens + 100, "eos_token_id": None}
+    session = LiveSession.opened(
+        model, tiny_tokenizer(320), "ab ab", folder / "live.jsonl", "live", **options
+    )
+    session.obey(f"step {tokens}")
+    alone, drawn, told = [], [], []
+    texts = len(session.record().texts)
+    for _ in range(20):
+        begin = time.perf_counter()
+        next(session.run)
+        alone.append((time.perf_counter() - begin) * 1e3)
+    for _ in range(20):
+        known = Known(len(session.run.tokens), texts)
+        begin = time.perf_counter()
+        session.answered("step", None, known)
+        told.append((time.perf_counter() - begin) * 1e3)
+    with PageServer(session) as server, Browser(folder / "live profile") as browser:
+        browser.visit(server.url, "document.querySelectorAll('#tokens span').length > 0")
+        for _ in range(20):
+            here = f"'#token-{len(session.run.tokens)}.here'"
+            shown = f"document.querySelector({here}) !== null"
+            begin = time.perf_counter()
+            browser.value("document.getElementById('do-step').click()")
+            browser.until(shown)
+            drawn.append((time.perf_counter() - begin) * 1e3)
+    figures = {"step ms": alone, "told ms": told, "drawn ms": drawn}
+    return {"tokens": tokens} | {n: round(statistics.median(own), 1) for n, own in figures.items()}
+
+
 def main() -> None:
     parser = options(__doc__ or "", threads=2)
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 32])
+    parser.add_argument("--million", action="store_true")
+    parser.add_argument("--live", type=int, default=20_000)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     content: dict[str, Any] = {"cost": {}, "page": {}, "load": os.getloadavg()}
@@ -118,6 +181,12 @@ def main() -> None:
         for beams in (1, 4) if args.steps else ():
             content["page"][beams] = shown(args.steps, beams, Path(name))
             print(beams, content["page"][beams], flush=True)
+        if args.million:
+            content["million"] = opened(1_000_000, Path(name))
+            print(content["million"], flush=True)
+        if args.live and chromium() is not None:
+            content["live"] = grown(args.live, Path(name))
+            print(content["live"], flush=True)
     write("inspector", args, content)
 
 

@@ -11,7 +11,7 @@ import gzip
 import hashlib
 import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
@@ -102,17 +102,18 @@ def _runs(
     """Return the runs of the record at this place, the first of which has this number."""
     steps = [choosing(run) for run in record.runs.values()]
     places = {
-        id(row): (r, i, j)
+        id(row): ((first + r, i, j), step)
         for r, own in enumerate(steps)
         for i, step in enumerate(own)
         for j, row in enumerate(step.rows)
     }
+    nowhere = (first, -1, -1), None
     found = []
     for r, run in enumerate(record.runs.values()):
         start = run.about.get("first_position")
         sequences = {
             str(index): [
-                _token(one, places.get(id(one.row)), first, steps)
+                _token(one, *places.get(id(one.row), nowhere))
                 for one in views.tokens_of(record, run, index)
             ]
             for index in sorted(run.tokens)
@@ -140,15 +141,16 @@ def growth(record: Record, name: str, tokens: int, texts: int) -> dict[str, obje
     run = record.runs[name]
     if [*run.tokens] != [0] or not 0 < tokens < len(run.tokens[0]) or run.ends:
         return None
-    number, ids, own = [*record.runs].index(name), run.tokens[0], choosing(run)
+    number, ids = [*record.runs].index(name), run.tokens[0]
     places = newest(run, tokens)
     if not {*range(tokens, len(ids))} <= {*places}:
         return None
     new = []
     for at in range(tokens, len(ids)):
-        _, i, j = places[at]
-        one = views.token_of(record, run, at, ids[at], own[i].rows[j])
-        new.append(_token(one, (0, i, j), number, [own]))
+        index, i, j = places[at]
+        step = run.steps[index]
+        one = views.token_of(record, run, at, ids[at], step.rows[j])
+        new.append(_token(one, (number, i, j), step))
     known = [(at, places[at][0]) for at in range(tokens, len(ids))]
     return {
         "run": number,
@@ -160,19 +162,15 @@ def growth(record: Record, name: str, tokens: int, texts: int) -> dict[str, obje
 
 
 def _token(
-    one: views.Token,
-    place: tuple[int, int, int] | None,
-    first: int,
-    steps: Sequence[Sequence[RecordedStep]],
+    one: views.Token, place: tuple[int, int, int], step: RecordedStep | None
 ) -> list[object]:
-    """Return id, surprise, origin, step, row, run, entropy, rank and milliseconds of a token."""
-    row = one.row
-    r, i, j = place or (0, -1, -1)
-    spent = None if place is None else steps[r][i].spent * 1e3
+    """Return id, surprise, origin, step, row, run, entropy, rank and milliseconds of a token, which
+    was chosen in this place: run, step with choices, and row."""
+    row, (r, i, j) = one.row, place
+    spent = None if step is None else _rounded(step.spent * 1e3)
     rank = None if row is None or row.ranks is None else row.ranks[0]
     entropy = None if row is None else _rounded(row.entropies[0])
-    surprise = _rounded(one.surprise)
-    return [one.id, surprise, one.origin, i, j, first + r, entropy, rank, _rounded(spent)]
+    return [one.id, _rounded(one.surprise), one.origin, i, j, r, entropy, rank, spent]
 
 
 def shown_step(step: RecordedStep) -> dict[str, object]:

@@ -96,7 +96,7 @@ def rows_along(run: RecordedRun, index: int = 0) -> list[RecordedRow | None]:
 def newest(run: RecordedRun, first: int, index: int = 0) -> dict[int, tuple[int, int, int]]:
     """Return the last choice at each place of a sequence from `first` on, where the last steps made
     it: the index of its step, the same among steps with choices, and its row there."""
-    made, found = len(choosing(run)), []
+    made, found = run.choices, []
     for at in range(len(run.steps) - 1, -1, -1):
         rows = run.steps[at].rows
         made -= bool(rows)

@@ -264,17 +264,18 @@ class RecordedEnd:
 
 @dataclass(slots=True)
 class RecordedRun:
-    """One run. `about`: its line, all that was decided before the first step. `tokens`: the ids of
-    each sequence by its index. `given`: positions whose ids were not chosen. `parent`: the run that
-    it goes on from, and after how many ids. `changes`: what was set, and after how many ids.
-    `before`: of a fork, the choices that its tokens were made by before it, by sequence and
-    position. `settled`: after how many steps how many ids of a sequence were final: (steps, index,
-    length)."""
+    """One run. `about`: its line, all that was decided before the first step. `choices`: how many
+    of its steps chose something. `tokens`: the ids of each sequence by its index. `given`:
+    positions whose ids were not chosen. `parent`: the run that it goes on from, and after how many
+    ids. `changes`: what was set, and after how many ids. `before`: of a fork, the choices that its
+    tokens were made by before it, by sequence and position. `settled`: after how many steps how
+    many ids of a sequence were final: (steps, index, length)."""
 
     name: str
     about: Mapping[str, Json]
     prompt: tuple[int, ...] = ()
     steps: list[RecordedStep] = field(default_factory=list)
+    choices: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)
     given: set[int] = field(default_factory=set)
     ends: list[RecordedEnd] = field(default_factory=list)
@@ -653,6 +654,7 @@ def _step(record: Record, line: Mapping[str, Json], data: bytes) -> None:
         _Place(record.packed, place),
     )
     run.steps.append(step)
+    run.choices += bool(step.rows)
 
 
 def _fed(line: Mapping[str, Json]) -> tuple[Fed, ...]:

@@ -64,7 +64,7 @@ class LineAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """How much a page has: tokens of the run that a line is about, and texts of its record."""
+    """The state of a page: its tokens of the run that a line is about, and texts of its record."""
 
     tokens: int
     texts: int

@@ -174,7 +174,7 @@ class RecordedRow:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """What each stage made of the candidates, in order."""
+        """The candidates after each stage, in order."""
         return _stages(self._place.said())
 
     @property
@@ -243,7 +243,7 @@ class RecordedStep:
 
     @property
     def fed(self) -> tuple[Fed, ...]:
-        """What each sequence fed."""
+        """The positions that each sequence fed."""
         return _fed(self._place.said())
 
     @property

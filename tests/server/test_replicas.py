@@ -20,7 +20,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.testing import assert_close
 
+import everystep as es
 from everystep.server.offline import run_batch
 from everystep.server.settings import ServeSettings
 from everystep.testing.models import tiny_llama
@@ -179,6 +183,70 @@ def test_a_killed_batch_goes_on_where_it_was(owner: Owner, folder: Path, tmp_pat
     whole = tmp_path / "whole.jsonl"
     asyncio.run(run_batch(source, whole, ServeSettings(model=str(folder)), mooring=in_thread()))
     assert_same_rows(rows(target), rows(whole))
+
+
+def trained(owner: Owner, folder: Path, output: Path, **said: Any) -> list[str]:
+    """The command of the guide that trains on two workers of the cluster."""
+    words = ("lit", "asleep", "grey", "here", "far", "cold", "old")
+    data = folder.parent / "examples.jsonl"
+    data.write_text(
+        "\n".join(
+            json.dumps({"prompt": f"The thing {number} is", "completion": f" {word}"})
+            for number, word in enumerate(words)
+        )
+    )
+    line = [str(ROOT / "deploy" / "ray_train.py"), str(folder), str(data), str(output)]
+    options = {"address": owner.address, "rows": 2, **said}
+    return [sys.executable, *line, *(f"--{name}={value}" for name, value in options.items())]
+
+
+def alone(folder: Path, output: Path, steps: int) -> dict[str, Tensor]:
+    """The weights after as many steps in one process, which has the rows of both workers."""
+    model, tokenizer = es.load(folder)
+    args = es.TrainingArguments(
+        output_dir=output, max_steps=steps, per_device_train_batch_size=4, disable_tqdm=True
+    )
+    data = es.read_rows(folder.parent / "examples.jsonl", model, tokenizer)
+    trainer = es.Trainer(model, args, train_dataset=data, processing_class=tokenizer)
+    trainer.train()
+    trainer.save_model(output / "end")
+    return load_file(output / "end" / "model.safetensors")
+
+
+def test_workers_of_ray_train_take_the_steps_of_one_process(
+    owner: Owner, folder: Path, tmp_path: Path
+) -> None:
+    command = trained(owner, folder, tmp_path / "two", steps=6, save=3)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"trained: {tmp_path / 'two' / 'end'}"]
+    found = load_file(tmp_path / "two" / "end" / "model.safetensors")
+    assert_close(found, alone(folder, tmp_path / "one", 6), rtol=1e-4, atol=1e-5)
+    checkpoints = sorted(one.name for one in (tmp_path / "two").glob("checkpoint-*"))
+    assert checkpoints == ["checkpoint-3", "checkpoint-6"]
+
+
+@pytest.mark.slow
+def test_a_killed_worker_of_ray_train_costs_the_steps_since_a_checkpoint(
+    owner: Owner, folder: Path, tmp_path: Path
+) -> None:
+    command = trained(owner, folder, tmp_path / "two", steps=60, save=5)
+    begun = tmp_path / "two" / "checkpoint-10" / "checkpoint.json"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        deadline = time.monotonic() + 120
+        while not begun.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        workers = [pid for pid in marked() if b"TrainWorker" in _command(pid)]
+        assert len(workers) == 2, "the workers of Ray Train are named so"
+        os.kill(workers[0], signal.SIGKILL)
+        said = running.communicate(timeout=300)[0].splitlines()
+    assert said[-1] == f"trained: {tmp_path / 'two' / 'end'}"
+    found = load_file(tmp_path / "two" / "end" / "model.safetensors")
+    assert_close(found, alone(folder, tmp_path / "one", 60), rtol=1e-3, atol=1e-4)
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def on_replicas(owner: Owner, folder: Path, source: Path, target: Path) -> list[str]:

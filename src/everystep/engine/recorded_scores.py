@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 from torch import Tensor
 
+from everystep.executors.native.sums import sum_up
 from everystep.types import Request, Scores
 
 BEST = 10
@@ -41,6 +42,10 @@ class Summary:
         """Sum up scores, of which some may be -inf."""
         if not scores.size:
             return cls(-math.inf, 0.0, 0, -math.inf)
+        if (sums := sum_up(scores)) is not None and math.isfinite(sums[3]):
+            least, most, mass, weighed = sums
+            entropy = max(math.log(mass) - weighed / mass, 0.0)
+            return cls(most + math.log(mass), entropy, len(scores), least)
         least, most = float(scores.min()), float(scores.max())
         possible = len(scores)
         if not least > -np.inf:

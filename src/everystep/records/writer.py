@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import threading
+import time
 import warnings
 import weakref
 from collections import deque
@@ -33,8 +34,9 @@ class RecordWriter:
     """A file that gets lines from any thread, compressed by gzip where its name ends in .gz.
 
     The file is made, or emptied, with the first line. It is closed between two writes, so that
-    nothing is left open whatever becomes of a run. Compressed lines wait until there are 64 kB of
-    them or a run ends; each block can be read by itself. Where the file cannot be written, a
+    nothing is left open whatever becomes of a run. Lines that are handed over wait for those behind
+    them, compressed ones until there are 64 kB of them or a run ends; each block of these can be
+    read by itself. Where the file cannot be written, a
     warning says so once, and the record stops: the generation goes on. `redacted`: texts are left
     out before a line reaches the file, as by `redact_record`. `known`: ids that it spells.
     """
@@ -46,6 +48,7 @@ class RecordWriter:
         self._lock = threading.RLock()
         self._runs = 0
         self._bytes = 0
+        self._pending = 0  # what was handed over and is not written yet
         self._stopped = False
         self._waiting: list[bytes] = []
         self._beside: ThreadPoolExecutor | None = None
@@ -79,7 +82,8 @@ class RecordWriter:
                 self._stopped = True
                 data = encoded({"type": "cut", "what": "the rest", "bytes": MOST_BYTES})
             self._waiting.append(data)
-            if not self._compressed or sum(map(len, self._waiting)) > _BLOCK or self._stopped:
+            gathers = self._compressed or self._pending > 0
+            if not gathers or sum(map(len, self._waiting)) > _BLOCK or self._stopped:
                 self._flush()
 
     def later(self, write: Callable[[], None], size: int = 1) -> None:
@@ -94,6 +98,7 @@ class RecordWriter:
             if self._beside is None:
                 self._beside = ThreadPoolExecutor(1, "everystep-record")
             self._handed.append((self._beside.submit(self._guarded, write), size))
+            self._pending += 1
         while sum(size for _, size in self._handed) > MOST_HELD:
             self._wait()
 
@@ -102,6 +107,11 @@ class RecordWriter:
             write()
         except Exception as error:
             self.stop(error)
+        with self._lock:
+            self._pending -= 1
+            if not self._pending and not self._compressed:
+                self._flush()
+        time.sleep(0)  # whoever takes steps may wait for the interpreter
 
     def _wait(self) -> None:
         """Wait for the first of what was handed over; an interrupt leaves it there."""

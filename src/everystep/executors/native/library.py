@@ -23,7 +23,7 @@ from everystep.errors import (
 from everystep.executors.native.build import COMMAND, fitting_sets, library_path
 from everystep.files.sources import SourceSettings
 
-INTERFACE = 19
+INTERFACE = 20
 
 
 class Matrix(Structure):
@@ -223,6 +223,7 @@ _FUNCTIONS = {
     "es_guesses": (None, c_void_p, POINTER(c_int64)),
     "es_experts_read": (c_int64, c_void_p),
     "es_read_rows": (None, POINTER(Matrix), c_int64, c_int64, c_void_p),
+    "es_sum_up": (None, c_void_p, c_int64, c_void_p),
     "es_read_out": (c_int32, c_void_p, c_void_p, c_int64, c_void_p),
     "es_run": (c_int32, c_void_p, POINTER(StepWork), c_int32),
 }

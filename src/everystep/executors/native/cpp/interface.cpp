@@ -39,7 +39,7 @@ Runner& of(void* runner) { return *static_cast<Runner*>(runner); }
 
 extern "C" {
 
-int32_t es_interface() { return 19; }
+int32_t es_interface() { return 20; }
 
 // Sizes of the structures, so that their mirror in Python can be checked.
 void es_sizes(int64_t* out) {
@@ -123,6 +123,9 @@ int64_t es_experts_read(void* runner) { return of(runner).experts_read(); }
 void es_read_rows(const Matrix* matrix, int64_t first, int64_t last, float* out) {
     read_rows(*matrix, first, last, out);
 }
+
+// Writes what a row of scores comes to, four numbers; see `sum_up`.
+void es_sum_up(const float* scores, int64_t size, double* out) { sum_up(scores, size, out); }
 
 // Writes (rows, vocabulary) logits of (rows, width) hidden states after the last norm. What was begun
 // ahead goes on.

@@ -1,7 +1,9 @@
 // What happens to one row of values by itself: norms, rotation, activations.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "model.h"
 #include "simd.h"
@@ -28,6 +30,46 @@ inline void add_to(float* sum, const float* x, int64_t size) {
     each_vector(size, [&](int64_t at, int n) {
         write(sum + at, simd::add(read(sum + at, n), read(x + at, n)), n);
     });
+}
+
+// What a row of scores comes to: the lowest and the highest, and over all of them e^d and d e^d, where
+// d is how far a score lies above the highest. A NaN is one in both sums.
+inline void sum_up(const float* scores, int64_t size, double* out) {
+    using namespace simd;
+    constexpr int64_t kBlock = 64 * kLanes;  // few enough for sums of floats
+    const int64_t whole = size / kLanes * kLanes;
+    const Floats none = splat(-std::numeric_limits<float>::infinity()), zero = splat(0.0f);
+    Floats highest = none, lowest = none;
+    for (int64_t at = 0; at < whole; at += kLanes) {
+        const Floats own = load(scores + at);
+        highest = max(highest, own);
+        lowest = max(lowest, sub(zero, own));
+    }
+    float most = largest(highest), least = -largest(lowest);
+    for (int64_t at = whole; at < size; ++at) {
+        most = std::max(most, scores[at]);
+        least = std::min(least, scores[at]);
+    }
+    double mass = 0, weighed = 0;
+    for (int64_t first = 0; first < whole; first += kBlock) {
+        Floats sums = zero, products = zero;
+        for (int64_t at = first; at < std::min(first + kBlock, whole); at += kLanes) {
+            const Floats above = sub(load(scores + at), splat(most)), share = exp(above);
+            sums = add(sums, share);
+            products = fma(share, above, products);
+        }
+        mass += sum(sums);
+        weighed += sum(products);
+    }
+    for (int64_t at = whole; at < size; ++at) {
+        const double above = double(scores[at]) - most, share = std::exp(above);
+        mass += share;
+        weighed += share * above;
+    }
+    out[0] = least;
+    out[1] = most;
+    out[2] = mass;
+    out[3] = weighed;
 }
 
 inline void rms_norm(const float* x, int64_t size, float eps, const Norm& norm, float* out) {

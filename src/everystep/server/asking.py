@@ -29,6 +29,7 @@ from everystep.server.fields import FLAG, GENERATE, Json, require_fields
 from everystep.server.line import LinePlace
 from everystep.server.messages import Ask, ModelFacts, Pixels, ScoreAsk
 from everystep.server.pictures import PictureLimits, with_scaled
+from everystep.server.wire_keywords import packed_steering
 from everystep.text import Tokenizer
 
 _SHAPING = ("temperature", "top_k", "top_p", "min_p")
@@ -521,6 +522,8 @@ def _keywords(
         found["eos_token_id"] = [*kept, *ends] or None
     if to.adapter is not None:
         found["adapter_names"] = to.adapter
+    if "steer" in found:
+        found["steer"] = packed_steering(found["steer"], to.facts)
     if "negative_prompt" in found:
         found["negative_prompt"] = _negative(found["negative_prompt"], to)
     _shape(found)
@@ -638,4 +641,6 @@ def read_score(given: Mapping[str, Json], to: Addressee, number: int) -> ScoreAs
         return list(tokenizer.encode(one, add_special_tokens=before is None))
 
     rows = [row(one) for one in (texts if several else [texts])]
-    return ScoreAsk(number, to.model, rows, before, given.get("best") or 0, to.adapter)
+    asked = given.get("steer")
+    steer = None if asked is None else packed_steering(asked, to.facts)
+    return ScoreAsk(number, to.model, rows, before, given.get("best") or 0, to.adapter, steer)

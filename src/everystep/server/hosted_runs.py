@@ -31,6 +31,7 @@ from everystep.runs.saved import RunState, read_run
 from everystep.runs.steps import Explanation, Step
 from everystep.server.fields import GENERATE, Json
 from everystep.server.messages import RunAsk, RunNews, RunOver
+from everystep.server.wire_keywords import Vectors, as_keywords, require_bounded
 from everystep.text import Tokenizer
 from everystep.types import FinishReason
 
@@ -42,12 +43,15 @@ _BESIDE = ("trim_stop_strings", "adapter_names", "seed")
 
 class HostedRuns:
     """The runs of one front, by name. `models`: those that may be asked, with their tokenizers.
-    `trials`: where grammars are compiled first."""
+    `trials`: where grammars are compiled first. `steering`: of each model, vectors by name."""
 
     def __init__(
-        self, models: Mapping[str, tuple[LanguageModel, Tokenizer]], trials: GrammarTrials
+        self,
+        models: Mapping[str, tuple[LanguageModel, Tokenizer]],
+        trials: GrammarTrials,
+        steering: Mapping[str, Mapping[str, Vectors]],
     ) -> None:
-        self._models, self._trials = models, trials
+        self._models, self._trials, self._steering = models, trials, steering
         self._runs: dict[str, Run] = {}
         self._of_model: dict[str, str] = {}  # the names of runs and of their models
         self._compiling = ThreadPoolExecutor(2, "everystep compiles grammars of runs")
@@ -127,10 +131,9 @@ class HostedRuns:
     def _open(self, ask: RunAsk) -> Iterator[Part]:
         given = ask.given
         model, tokenizer = self._models[given["model"]]
-        keywords = dict(given["keywords"])
-        if isinstance(bias := keywords.get("logit_bias"), dict):
-            keywords["logit_bias"] = {int(id): value for id, value in bias.items()}
-        seed, chat = keywords.pop("seed"), model.chat_defaults if given["in_chat"] else None
+        keywords = as_keywords(given["keywords"], self._steering[given["model"]])
+        seed: Any = keywords.pop("seed")
+        chat = model.chat_defaults if given["in_chat"] else None
         run = Run.begun(model, tokenizer, given["prompt"], Asked(keywords, seed, chat))
         self._know(ask.run, run, given["model"])
         yield RunOver(ask.id, state(run))
@@ -244,6 +247,8 @@ def require_askable(read: RunState) -> None:
                 continue
             if name not in known:
                 raise RequestError(f"the saved run has {name}, which no request can have")
+            if name == "steer":
+                require_bounded(value)
             field = known[name]
             if isinstance(value, int | float | str):  # the bounds that requests have
                 field.read(value)

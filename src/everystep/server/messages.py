@@ -49,7 +49,8 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
 
 
 class ScoreAsk(msgspec.Struct, tag=True, frozen=True):
-    """Rows of ids that are to be scored, after the same ids or after none."""
+    """Rows of ids that are to be scored, after the same ids or after none. `steer`: packed, as
+    among the keywords of an ask."""
 
     id: int
     model: str
@@ -57,6 +58,7 @@ class ScoreAsk(msgspec.Struct, tag=True, frozen=True):
     after: list[int] | None
     best: int
     adapter: str | None = None
+    steer: dict[str, bytes] | str | None = None
 
 
 class HearAsk(msgspec.Struct, tag=True, frozen=True):
@@ -106,7 +108,9 @@ class Quit(msgspec.Struct, tag=True, frozen=True):
 class ModelFacts(msgspec.Struct, frozen=True):
     """The facts of a model that the front needs: its name, adapters, ids that end a text, context,
     vocabulary and executor. `sees`: it reads pictures. `sampling_rate`: of the sounds that
-    it writes down, None for a model that does not listen."""
+    it writes down, None for a model that does not listen. `layers`, `width`: after which, and with
+    how many numbers, it can be steered, zeros for a model that cannot; `steering`: the names of
+    vectors that the operator gave it."""
 
     name: str
     adapters: list[str]
@@ -116,6 +120,9 @@ class ModelFacts(msgspec.Struct, frozen=True):
     executor: str
     sees: bool = False
     sampling_rate: int | None = None
+    layers: int = 0
+    width: int = 0
+    steering: list[str] = []
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):

@@ -92,7 +92,7 @@ class RunRoutes:
     # --- beginning and ending ---------------------------------------------------------------------
 
     async def _open(self, exchange: Exchange) -> None:
-        given = routes.RUN_OPEN.read(await exchange.body())
+        given = await exchange.fields(routes.RUN_OPEN)
         to = addressee(given.get("model"), self._front.link.models, self._front.models)
         opened = await asyncio.to_thread(read_open, given, to, exchange.caller)
         one = self.runs.add(exchange.caller.key, to)
@@ -162,7 +162,7 @@ class RunRoutes:
 
         async def answer(exchange: Exchange) -> None:
             one = self._own(exchange)
-            given = table.read(await exchange.body())
+            given = await exchange.fields(table)
             with self.runs.used(one):
                 await act(exchange, one, given)
 

@@ -78,11 +78,11 @@ class Replicas(Protocol):
 
 def session_of(ask: AnyAsk, first: int) -> str | None:
     """Return the name that asks have in common whose rows can be shared: those of one model, mix of
-    adapters and salt that begin with the same ids. None where nothing is shared,
+    adapters, steering and salt that begin with the same ids. None where nothing is shared,
     or `first` is 0."""
     if isinstance(ask, Ask) and first:
-        own = ask.keywords.get("adapter_names"), ask.keywords.get("cache_salt")
-        known = (ask.model, *own, ask.prompt[:first])
+        names = ("adapter_names", "adapters", "steer", "cache_salt")
+        known = (ask.model, *map(ask.keywords.get, names), ask.prompt[:first])
         return hashlib.blake2b(msgspec.msgpack.encode(known), digest_size=16).hexdigest()
     return None
 

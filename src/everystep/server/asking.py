@@ -85,6 +85,12 @@ class Caller:
             return own
         return hashlib.sha256(f"{self.key}\0{own or ''}".encode()).hexdigest()
 
+    @property
+    def flow(self) -> str | None:
+        """The requests in whose turn the engine reads it: those of the key, those that nobody waits
+        for apart; None where there are no keys."""
+        return self.salt("in the background" if self.background else None)
+
 
 CALLER: ContextVar[Caller] = ContextVar("caller")
 """The caller whose request this task answers."""
@@ -143,6 +149,7 @@ class Wanted:
         known, chat, stream = dict(self.keywords), self.in_chat, self.stream
         kept = None if self.pools is not None else calling().records
         beside: Any = {"pools": self.pools, "pictures": list(self.pictures)}
+        beside["owner"] = calling().flow
         return [
             Ask(
                 *(n, self.to.model, ids, known, chat, stream),

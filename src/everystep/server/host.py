@@ -298,7 +298,7 @@ class EngineHost:
         most = _EVENTS if ask.streams else None
         try:
             long = any(ask.keywords.get(name) is not None for name in _COMPILED)
-            one = hosted.desk.submit(prompt, options, notice, most, long=long)
+            one = hosted.desk.submit(prompt, options, notice, most, long=long, owner=ask.owner)
         except Exception as error:
             self._send(failed(ask.id, error))
             return

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from everystep.api.model import LanguageModel
+from everystep.drivers.engine_thread import FairReaders
 from everystep.drivers.generated import Generated
 from everystep.errors import FormatError, RequestError
 from everystep.outputs import TokenLogprobs
@@ -54,7 +55,7 @@ class HostedRuns:
         self._models, self._trials, self._steering = models, trials, steering
         self._runs: dict[str, Run] = {}
         self._of_model: dict[str, str] = {}  # the names of runs and of their models
-        self._compiling = ThreadPoolExecutor(2, "everystep compiles grammars of runs")
+        self._compiling = FairReaders(2, "everystep compiles grammars of runs")
         self._thread = ThreadPoolExecutor(1, "everystep runs")
         self._part, self._working = 0, False  # of which the thread alone writes
         self._verbs: Mapping[str, Callable[[RunAsk], Iterator[Part]]] = {
@@ -78,7 +79,7 @@ class HostedRuns:
         """Yield what becomes of an ask, `RunOver` last."""
         loop, parts = asyncio.get_running_loop(), self._verbs[ask.verb](ask)
         if _brings_grammars(ask):
-            await loop.run_in_executor(self._compiling, self._compile, ask)
+            await asyncio.wrap_future(self._compiling.submit(ask.owner, self._compile, ask))
         while True:
             part = await loop.run_in_executor(self._thread, self._next, parts)
             if part is not None:
@@ -115,7 +116,7 @@ class HostedRuns:
 
     def close(self) -> None:
         """End all runs; return when nothing steps any more."""
-        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._compiling.shutdown(cancel=True)
         self._thread.shutdown(cancel_futures=True)
         for run in self._runs.values():
             run.cancel()

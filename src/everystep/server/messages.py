@@ -33,7 +33,8 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     conversation. `streams`: whether its tokens are told as they come. `pools`: how its hidden
     states become the vector that is wanted in place of an answer. `pictures`: those that stand
     among the ids, in their order. `record`: the file that its steps are written to, None for
-    none; `redacted`: without texts."""
+    none; `redacted`: without texts. `owner`: whose it is, by a digest of his key; None where there
+    are no keys."""
 
     id: int
     model: str
@@ -46,6 +47,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     pictures: list[Pixels] = []
     record: str | None = None
     redacted: bool = False
+    owner: str | None = None
 
 
 class ScoreAsk(msgspec.Struct, tag=True, frozen=True):
@@ -77,7 +79,8 @@ class HearAsk(msgspec.Struct, tag=True, frozen=True):
 class RunAsk(msgspec.Struct, tag=True, frozen=True):
     """Something that is to be done to a run, by its name in `everystep.Run`, with what it is given.
 
-    `run`: the name of the run; `data`: the bytes of a saved one; `model`: whose run it is.
+    `run`: the name of the run; `data`: the bytes of a saved one; `model`: whose run it is. `owner`:
+    as of a prompt.
     """
 
     id: int
@@ -86,6 +89,7 @@ class RunAsk(msgspec.Struct, tag=True, frozen=True):
     given: dict[str, Any] = {}
     data: bytes = b""
     model: str = ""
+    owner: str | None = None
 
 
 class Leave(msgspec.Struct, tag=True, frozen=True):

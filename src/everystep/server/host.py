@@ -17,7 +17,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -48,10 +47,10 @@ from everystep.requests.options import Options
 from everystep.requests.prompts import PromptLike
 from everystep.server.hosted_runs import HostedRuns
 from everystep.server.messages import (
-    OF_FRONT,
     WINDOW,
     Alive,
     Ask,
+    AskMessage,
     Begun,
     Ended,
     Failed,
@@ -62,7 +61,6 @@ from everystep.server.messages import (
     Likelihoods,
     ModelFacts,
     Over,
-    Quit,
     Ready,
     RowNews,
     RunAsk,
@@ -73,8 +71,8 @@ from everystep.server.messages import (
     ToEngine,
     ToFront,
     Tokens,
+    ask_messages,
     frame,
-    read_frame,
 )
 from everystep.server.pictures import patches_of
 from everystep.server.pooling import Pooling, vector_of
@@ -206,13 +204,9 @@ class EngineHost:
         telling.add_done_callback(lambda _: self._writer.close())  # a defect ends the connection
         beating = asyncio.create_task(self._beat())
         try:
-            while (body := await read_frame(reader)) is not None:
-                message = OF_FRONT.decode(body)
-                if isinstance(message, Quit):
-                    break
-                self._take(message)
-        except msgspec.ValidationError:
-            return
+            async with aclosing(ask_messages(reader)) as messages:
+                async for message in messages:
+                    self._take(message)
         finally:
             telling.cancel()
             beating.cancel()
@@ -230,7 +224,7 @@ class EngineHost:
 
     # --- in ---------------------------------------------------------------------------------------
 
-    def _take(self, message: Ask | ScoreAsk | HearAsk | RunAsk | Leave | Taken) -> None:
+    def _take(self, message: AskMessage) -> None:
         match message:
             case Ask() if message.pictures:
                 self._seen[message.id] = asyncio.create_task(self._see(message))

@@ -7,6 +7,7 @@ types ends the connection.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -266,7 +267,9 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     text: str
 
 
-ToEngine = Ask | ScoreAsk | HearAsk | RunAsk | Leave | Taken | Quit
+AskMessage = Ask | ScoreAsk | HearAsk | RunAsk | Leave | Taken
+"""A message about an ask: all that a front says before its last one."""
+ToEngine = AskMessage | Quit
 ToFront = (
     Ready
     | ReplicaRoom
@@ -304,3 +307,16 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
         return await reader.readexactly(size)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
+
+
+async def ask_messages(reader: asyncio.StreamReader) -> AsyncGenerator[AskMessage, None]:
+    """Yield what a front says until it says that this is the end, is gone, or cannot be read;
+    FormatError for a message that is too long."""
+    while (body := await read_frame(reader)) is not None:
+        try:
+            message = OF_FRONT.decode(body)
+        except msgspec.DecodeError:
+            return
+        if isinstance(message, Quit):
+            return
+        yield message

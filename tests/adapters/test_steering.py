@@ -192,11 +192,14 @@ def test_every_call_takes_it(tmp_path: Path) -> None:
     next(run), next(run)
     run.save(tmp_path / "run")
     assert run.fork().result().text == run.result().text == expected
-    with pytest.raises(RequestError, match="steer"):
-        es.resume(tmp_path / "run", MODEL, TOKENIZER)
-    with pytest.raises(RequestError):
+    assert es.resume(tmp_path / "run", MODEL, TOKENIZER).result().text == expected
+    with pytest.raises(RequestError, match="no use for steer"):
         es.resume(tmp_path / "run", MODEL, TOKENIZER, steer=OTHER)
-    assert es.resume(tmp_path / "run", MODEL, TOKENIZER, steer=ONE).result().text == expected
+    coarse = {layer: vector.bfloat16() for layer, vector in ONE.items()}
+    run = es.open(MODEL, TOKENIZER, prompt, **LONG, steer=[coarse])
+    next(run)
+    run.save(tmp_path / "coarse")
+    assert es.resume(tmp_path / "coarse", MODEL, TOKENIZER).result() == run.result()
     with pytest.raises(RequestError, match="steer"):
         run.fork().set(steer=OTHER)
 

@@ -75,6 +75,12 @@ def test_commands_are_steered_by_the_vectors_in_a_file(folder: Path, call: Calle
     save_file({"7": vectors[0]}, file)
     refused = call("generate", *prompt, "--steer", str(file))
     assert refused.code != 0 and "a layer that the model does not have" in refused.err
+    save_file({str(layer): one for layer, one in vectors.items()}, file)
+    call("generate", *prompt[:3], "-n", "3", "--steer", str(file), "--save", str(file) + ".run")
+    rest = ("--resume", str(file) + ".run", *prompt[1:])
+    assert expected.rstrip("\n").endswith(call("generate", *rest).out.rstrip("\n"))
+    refused = call("generate", *rest, "--steer", str(file))
+    assert refused.code != 0 and "already has its steering" in refused.err
     refused = call("inspect", "a.jsonl", "--steer", str(file))
     assert refused.code != 0 and "--steer belong to --prompt" in refused.err
 

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import save_file
 
+import everystep as es
 from everystep.errors import EverystepError
 from everystep.server.settings import ServeSettings, read_settings
 from everystep.testing.models import tiny_llama
@@ -28,6 +31,8 @@ from tests.cli.running import Caller, everystep
         (["--port", "99999999"], "address"),
         (["--settings", "nowhere.toml"], "nowhere.toml"),
         (["--key-file", "nowhere"], "nowhere"),
+        (["--steer", "vectors.safetensors"], "--steer NAME=VALUE"),
+        (["--steer", "polite=no-such-vectors"], "no-such-vectors"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(call: Caller, line: list[str], said: str) -> None:
@@ -53,7 +58,10 @@ def test_a_file_of_settings(tmp_path: Path) -> None:
 def test_a_server_starts_answers_drains_and_ends(tmp_path: Path) -> None:
     tiny_llama(vocab_size=320, max_position_embeddings=4096).save_pretrained(tmp_path / "tiny")
     tiny_tokenizer(320).save_pretrained(tmp_path / "tiny")
-    command = everystep("serve", str(tmp_path / "tiny"), "--port", "0", "--threads", "1")
+    vectors = {0: torch.tensor([9.0, -9.0] * 16)}
+    save_file({"0": vectors[0]}, tmp_path / "polite.safetensors")
+    beside = ("--steer", f"polite={tmp_path / 'polite.safetensors'}", "--threads", "1")
+    command = everystep("serve", str(tmp_path / "tiny"), "--port", "0", *beside)
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as program:
@@ -64,6 +72,11 @@ def test_a_server_starts_answers_drains_and_ends(tmp_path: Path) -> None:
         found = re.fullmatch(r"serving tiny on (http://127\.0\.0\.1:\d+)\n", first)
         assert found, first
         with httpx.Client(base_url=found[1], timeout=60) as client:
+            body = {"prompt": "hello", "max_tokens": 9, "steer": "polite"}
+            told = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+            loaded = es.load(tmp_path / "tiny")
+            assert told == es.generate(*loaded, "hello", max_new_tokens=9, steer=vectors)
+            assert told != es.generate(*loaded, "hello", max_new_tokens=9)
             body = {"prompt": "hello", "max_tokens": 100, "ignore_eos": True, "stream": True}
             with client.stream("POST", "/v1/completions", json=body) as answer:
                 lines = answer.iter_lines()

@@ -40,6 +40,7 @@ OTHER: Mapping[str, Body] = {
     "logit_bias": {"logit_bias": {"90": 50.0}},
     "pad_token_id": {"pad_token_id": 7},
     "adapters": {"adapters": {"poet": 0.5}},
+    "steer": {"steer": {"1": [4.0, -4.0] * 16}},
     "strategy": {"strategy": "beam"},
     "strategy_options": {"strategy_options": {"n": 3}, "strategy": "nth_best"},
     "cache_salt": {"cache_salt": "a"},
@@ -157,6 +158,8 @@ def keywords_of(body: Body) -> Body:
         found["adapter_names"] = body["model"]
     if "logit_bias" in found:
         found["logit_bias"] = {int(id): bias for id, bias in found["logit_bias"].items()}
+    if "steer" in found:
+        found["steer"] = {int(layer): torch.tensor(one) for layer, one in found["steer"].items()}
     if body.get("echo") and "logprobs" in found:
         found["prompt_logprobs"] = found["logprobs"]
     return found

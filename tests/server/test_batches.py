@@ -25,7 +25,7 @@ from everystep.server.routes import BATCHED
 from everystep.server.service import ServedBeside
 from everystep.server.settings import ServeSettings
 from tests.cli.running import everystep
-from tests.server.serving import TOKENIZER, Served, in_thread, served, tiny
+from tests.server.serving import Served, in_thread, served
 
 COMPLETIONS = "/v1/completions"
 
@@ -59,14 +59,6 @@ def mixed(count: int) -> list[str]:
     found.append(line("score", "/v1/everystep/score", texts=["hello the"]))
     found.append(line("tokens", "/tokenize", prompt="hello"))
     return found
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("batched") / "tiny"
-    tiny().save_pretrained(path)
-    TOKENIZER.save_pretrained(path)
-    return path
 
 
 def plain(body: Any) -> Any:

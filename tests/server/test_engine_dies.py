@@ -16,17 +16,10 @@ import pytest
 
 from everystep.server.engine_process import EngineOrders
 from everystep.server.link import ProcessMooring
-from tests.server.serving import TOKENIZER, Served, chunks_of, joined, served, tiny
+from tests.server.serving import Served, chunks_of, joined, served, tiny
 
 LONG: Any = {"prompt": "hello", "max_tokens": 150, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("served") / "tiny"
-    tiny().save_pretrained(path)
-    TOKENIZER.save_pretrained(path)
-    return path
+STEER: Any = {"0": [3.0, -3.0] * (tiny().width // 2)}
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +65,7 @@ def streamed(server: Served, killed: list[int], at: int, **body: Any) -> str:
 @pytest.mark.parametrize(
     "more",
     [
-        {"temperature": 1, "seed": 7, "n": 3},
+        {"temperature": 1, "seed": 7, "n": 3, "steer": STEER},
         pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"num_beams": 3}, marks=pytest.mark.slow),
         pytest.param({"temperature": 1.2, "logprobs": 2}, marks=pytest.mark.slow),

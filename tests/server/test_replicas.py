@@ -33,13 +33,11 @@ from tests.reading import ROOT
 from tests.server.programs import program
 from tests.server.serving import (
     PATIENCE,
-    TOKENIZER,
     Served,
     chunks_of,
     in_thread,
     joined,
     served,
-    tiny,
 )
 from tests.server.test_batches import killed, mixed, rows, texts, written
 
@@ -125,14 +123,6 @@ def owner() -> Iterator[Owner]:
         time.sleep(0.1)
     left = [Path(f"/proc/{pid}/cmdline").read_text() for pid in marked()]
     assert left == [], "after the end no process is left"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("replicated") / "tiny"
-    tiny().save_pretrained(path)
-    TOKENIZER.save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from everystep.server.application import FrontSettings
 from everystep.server.live_runs import LiveRuns, RunLimits
 from everystep.server.service import ServedBeside
 from tests.server.serving import TOKENIZER, Served, chunks_of, served, tiny
-from tests.server.test_engine_dies import folder, one_server, wait_ready  # noqa: F401
+from tests.server.test_engine_dies import one_server, wait_ready  # noqa: F401
 
 RUNS = "/v1/everystep/runs"
 VERBS = (

@@ -7,8 +7,10 @@ name is made of its values.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 from everystep.adapters.adapter import AFTER, STEER, Adapter, SteeredStates
 from everystep.adapters.changes import AdapterChange, Addition, AfterLayer
 from everystep.errors import RequestError, UnsupportedError, shown
+from everystep.files.safetensors import read_file
 from everystep.models import Model
 from everystep.models.decoder import Decoder
 from everystep.types.given_tensors import require_tensor
@@ -60,15 +63,37 @@ def read_steering(model: object, value: object) -> SteeringAdapter | None:
             raise RequestError(what, wanted=f"0 to {count - 1}", got=shown(layer))
         name, form = f"steer[{layer}]", f"a ({width},) tensor of finite numbers"
         vector = require_tensor(value[layer], name, form, dims=(1,), holds="floats")
-        if len(vector) != width or not bool(torch.isfinite(vector).all()):
-            got = f"({len(vector)},)" if len(vector) != width else "a value that is not finite"
-            raise RequestError(f"{name} does not fit the model", wanted=form, got=got)
         own = vector.detach().to(network.device, dtype, copy=True)
+        if len(own) != width or not bool(torch.isfinite(own).all()):
+            got = f"({len(own)},)" if len(own) != width else f"one that is not finite in {dtype}"
+            raise RequestError(f"{name} does not fit the model", wanted=form, got=got)
         targets[f"{AFTER}{layer}"] = (AfterLayer(own),)
     made = Adapter(targets)
     where = "" if network.device.type == "cpu" else f" on {network.device}"
     name = f"{STEER}{made.digest()[:32]}{where}"
     return SteeringAdapter(name, _KNOWN.setdefault(name, made))
+
+
+def steered_size(model: object) -> tuple[int, int]:
+    """Return after how many layers a model can be steered, and the size of its hidden states; two
+    zeros for a model that cannot."""
+    network = model.network if isinstance(model, Model) else None
+    if not isinstance(network, Decoder):
+        return 0, 0
+    return len(network.layers), network.spec.width
+
+
+def read_vectors(file: Path) -> dict[int, Tensor]:
+    """Return the vectors of a safetensors file, by the layers that they are named by.
+
+    RequestError for a name that is no number of a layer.
+    """
+    weights, _ = read_file(file)
+    for name in weights.names():
+        if not re.fullmatch(r"\d{1,6}", name):
+            wanted = "the numbers of layers, as 12"
+            raise RequestError(f"{file} holds no vectors by layer", wanted=wanted, got=name[:40])
+    return {int(name): weights.load(name) for name in weights.names()}
 
 
 def read_steering_of_rows(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,20 +63,12 @@ def with_adapters(model: Any, asked: Sequence[AskedAdapter]) -> dict[str, Any]:
 
 
 def asked_steering(file: Path | None) -> dict[str, Any]:
-    """Return the argument of a call that is steered by the vectors in a file; none without one.
-
-    RequestError for a name that is no number of a layer.
-    """
+    """Return the argument of a call that is steered by the vectors in a file; none without one."""
     if file is None:
         return {}
-    from everystep.files.safetensors import read_file  # imports torch, which others do without
+    from everystep.adapters import read_vectors  # imports torch, which others do without
 
-    weights, _ = read_file(file)
-    for name in weights.names():
-        if not re.fullmatch(r"\d{1,6}", name):
-            wanted = "the numbers of layers, as 12"
-            raise RequestError(f"{file} holds no vectors by layer", wanted=wanted, got=name[:40])
-    return {"steer": {int(name): weights.load(name) for name in weights.names()}}
+    return {"steer": read_vectors(file)}
 
 
 def _read(text: str) -> AskedAdapter:

@@ -88,7 +88,7 @@ def generate(
     if missing := [str(one) for one in images if not one.is_file()]:
         raise typer.BadParameter(f"there is no picture {missing[0]!r}")
     if resume is not None:
-        prompts = {"PROMPT": prompt, "--file": file, "--page": page}
+        prompts = {"PROMPT": prompt, "--file": file, "--page": page, "--steer": steer_file}
         refuse_prompt({**prompts, "--system": system, "--chat": as_message, "--image": images})
     kept = save or resume
     for written in (kept, trace, record):

@@ -15,6 +15,7 @@ from everystep.cli.serve import (
     Named,
     RayAddress,
     Replicas,
+    Steering,
     pairs,
     require_replicas,
     require_server,
@@ -40,6 +41,7 @@ def run_batch(
     ],
     model: Named = None,
     adapter: Adapters = None,
+    steer: Steering = None,
     max_rows: Annotated[int | None, typer.Option(metavar="N", min=1, help="Rows at once.")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of the engine.")] = None,
     quantize: o.Quantize = None,
@@ -57,6 +59,7 @@ def run_batch(
         "model": source,
         "models": pairs(model, "--model"),
         "adapters": pairs(adapter, "--adapter"),
+        "steer": pairs(steer, "--steer"),
         "max_rows": max_rows,
         "threads": threads,
         "quantize": None if quantize is None else quantize.value,
@@ -79,6 +82,7 @@ def run_batch(
             note(f"{so_far.rows} of {count} lines")
 
     settings = read_settings(None, given)
+    settings.require_vectors()
     if replicas is None:
         done = asyncio.run(run(lines, output, settings, told=told))
     else:

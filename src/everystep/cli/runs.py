@@ -33,13 +33,12 @@ Trace = Annotated[
 
 
 def refuse_prompt(said: dict[str, Any]) -> None:
-    """Raise RequestError for what would ask a run that goes on for another prompt."""
+    """Raise RequestError for what would ask a run that goes on for another prompt or steering."""
     wrong = [name for name, value in said.items() if value]
     if wrong:
-        raise RequestError(
-            f"--resume continues a run that already has its prompt; got {', '.join(wrong)}",
-            do="Leave it out, or leave --resume out",
-        )
+        what = "--resume continues a run that already has its steering and its prompt"
+        do = "Leave it out, or leave --resume out"
+        raise RequestError(f"{what}; got {', '.join(wrong)}", do=do)
 
 
 def resumed(

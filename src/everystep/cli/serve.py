@@ -38,6 +38,12 @@ Adapters = Annotated[
     list[str] | None,
     typer.Option("--adapter", metavar="NAME=DIR", help="Serve an adapter as a model. Repeatable."),
 ]
+Steering = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--steer", metavar="NAME=FILE", help="Vectors that requests may ask for. Repeatable."
+    ),
+]
 Keys = Annotated[
     list[str] | None,
     typer.Option(
@@ -109,6 +115,7 @@ def serve(
     ] = None,
     model: Named = None,
     adapter: Adapters = None,
+    steer: Steering = None,
     *,
     api_key: Keys = None,
     key_file: KeyFiles = None,
@@ -190,6 +197,7 @@ def serve(
         "model": source,
         "models": pairs(model, "--model"),
         "adapters": pairs(adapter, "--adapter"),
+        "steer": pairs(steer, "--steer"),
         "host": host,
         "port": port,
         "uds": None if uds is None else str(uds),
@@ -222,6 +230,7 @@ def serve(
     given = {name: value for name, value in said.items() if value not in (None, [], {})}
     read = read_settings(settings, given)
     require_replicas(read.replicas, read.ray_address, read.max_replicas)
+    read.require_vectors()
     read.book()
     read.front()  # what is wrong with it is said before anything is loaded
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)

@@ -10,10 +10,13 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from everystep.drivers.driver import CANCELLED, Driver, Mailbox
@@ -32,6 +35,7 @@ _READERS = 4
 """Threads that read prompts; long ones have as many of their own, so that short ones pass them."""
 _LONG = 1 << 16
 """Characters or ids from which on a prompt is long."""
+R = TypeVar("R")
 
 
 class EngineThread:
@@ -162,6 +166,104 @@ class Submission:
             thread.ring()
 
 
+@dataclass(slots=True)
+class _Unread:
+    """A thing that waits to be read. `left`: nobody wants it any more, once this is true."""
+
+    future: Future[Any]
+    read: Callable[[], Any]
+    left: Callable[[], bool]
+
+    @property
+    def wanted(self) -> bool:
+        """True while somebody waits for it."""
+        return not (self.future.cancelled() or self.left())
+
+    def resolve(self) -> None:
+        """Read it, if it is wanted."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self.read())
+        except BaseException as error:
+            self.future.set_exception(error)
+
+
+class FairReaders:
+    """Threads that read what several owners bring: next is what an owner brought who has fewest
+    threads, of these the one whose turn is longest ago. An owner has half of them at most; what has
+    none may have all."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(threads, name)
+        self._half = max(1, threads // 2)
+        self._lock = threading.Lock()  # of all below
+        self._free = threads
+        self._busy: Counter[str | None] = Counter()
+        self._waiting: OrderedDict[str | None, deque[_Unread]] = OrderedDict()
+
+    @property
+    def waiting(self) -> int:
+        """The number of things that wait to be read."""
+        return sum(map(len, self._waiting.values()))
+
+    def submit(
+        self,
+        owner: str | None,
+        read: Callable[..., R],
+        *given: object,
+        left: Callable[[], bool] = lambda: False,
+    ) -> Future[R]:
+        """Have something read in its owner's turn, unless it is left before."""
+        future: Future[R] = Future()
+        with self._lock:
+            queue = self._waiting.setdefault(owner, deque())
+            if not all(one.wanted for one in queue):
+                kept = [one for one in queue if one.wanted]
+                queue.clear()
+                queue.extend(kept)
+            queue.append(_Unread(future, partial(read, *given), left))
+            self._begin()
+        return future
+
+    def shutdown(self, *, cancel: bool) -> None:
+        """Take nothing more, soon. What waits is cancelled, or else read in any order."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, OrderedDict()
+            for one in (one for queue in waiting.values() for one in queue):
+                if cancel:
+                    one.future.cancel()
+                else:
+                    self._pool.submit(one.resolve)
+        self._pool.shutdown(wait=False)
+
+    def _begin(self) -> None:
+        """Begin whatever may begin; the lock is held."""
+        while self._free:
+            each = [one for one in self._waiting if one is None or self._busy[one] < self._half]
+            if not each:
+                return
+            owner = min(each, key=self._busy.__getitem__)  # the first of those that have fewest
+            queue = self._waiting.pop(owner)
+            one = queue.popleft()
+            if queue:
+                self._waiting[owner] = queue  # behind all others
+            self._free -= 1
+            self._busy[owner] += 1
+            self._pool.submit(self._read, owner, one)
+
+    def _read(self, owner: str | None, one: _Unread) -> None:
+        try:
+            one.resolve()
+        finally:
+            with self._lock:
+                self._free += 1
+                self._busy[owner] -= 1
+                if not self._busy[owner]:
+                    del self._busy[owner]
+                self._begin()
+
+
 class Desk:
     """The desk where prompts of one session are handed in, with the threads that serve it.
 
@@ -181,7 +283,7 @@ class Desk:
         self._lock = threading.Lock()  # of all below
         self._threads: dict[Driver, EngineThread] = {}
         self._short: ThreadPoolExecutor | None = None
-        self._long: ThreadPoolExecutor | None = None
+        self._long: FairReaders | None = None
         self._process = os.getpid()
         self._number = 0
         self._waiting: list[Submission] = []
@@ -196,12 +298,14 @@ class Desk:
         most: int | None,
         *,
         long: bool = False,
+        owner: str | None = None,
     ) -> Submission:
         """Take the prompt in; CapacityError if too many wait.
 
         `options`: gives what is asked for it, in the thread that reads. `notice`: called, in any
         thread, when there is something new. `most`: how many events may wait for the reader.
-        `long`: what is asked for it may take long to read.
+        `long`: what is asked for it may take long to read. `owner`: whose it is; what takes long is
+        read for one owner after another.
         """
         with self._lock:
             self._require_open()
@@ -217,17 +321,16 @@ class Desk:
             one = Submission(self._number, notice)
             self._number += 1
             self._waiting.append(one)
-            readers = self._readers_of(prompt, long)
-        readers.submit(self._read, one, prompt, options, most)
+            if self._short is None or self._long is None:
+                self._process = os.getpid()
+                self._short = ThreadPoolExecutor(_READERS, "everystep reader")
+                self._long = FairReaders(_READERS, "everystep reader of long prompts")
+            if long or _is_long(prompt):
+                own = one, prompt, options, most
+                self._long.submit(owner, self._read, *own, left=lambda: one.left)
+            else:
+                self._short.submit(self._read, one, prompt, options, most)
         return one
-
-    def _readers_of(self, prompt: PromptLike, long: bool) -> ThreadPoolExecutor:
-        """Return the threads that read prompts of this size."""
-        if self._short is None or self._long is None:
-            self._process = os.getpid()
-            self._short = ThreadPoolExecutor(_READERS, "everystep reader")
-            self._long = ThreadPoolExecutor(_READERS, "everystep reader of long prompts")
-        return self._long if long or _is_long(prompt) else self._short
 
     def _read(
         self,
@@ -278,9 +381,10 @@ class Desk:
         """Return when no thread steps any more, and no row is held."""
         with self._lock:
             self.close()
-        for pool in (self._short, self._long):
-            if pool is not None:
-                pool.shutdown(wait=False)
+        if self._short is not None:
+            self._short.shutdown(wait=False)
+        if self._long is not None:
+            self._long.shutdown(cancel=False)
         for thread in self._threads.values():
             thread.join()
 

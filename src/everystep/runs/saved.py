@@ -319,6 +319,7 @@ def _plain(
         if name == "record":
             continue  # a file of the run that is saved, not of one that goes on from it
         said = value.to_diff_dict() if isinstance(value, GenerationConfig) else value
+        said = _as_arrays(said) if name == "steer" else said
         try:
             to_bytes(said)
         except RequestError:
@@ -328,9 +329,38 @@ def _plain(
     return plain, missing, asked.seed, None if asked.chat is None else {**asked.chat.sampling}
 
 
+def _as_arrays(steer: object) -> object:
+    """Return vectors by layer as arrays, in which they lose nothing; anything else as it is."""
+    if isinstance(steer, list | tuple):
+        return [_as_arrays(one) for one in steer]
+    if not isinstance(steer, Mapping):
+        return steer
+
+    def array(vector: object) -> object:
+        if not isinstance(vector, Tensor):
+            return vector
+        return vector.detach().cpu().to(torch.promote_types(vector.dtype, torch.float32)).numpy()
+
+    return {layer: array(vector) for layer, vector in steer.items()}
+
+
+def _as_vectors(file: Path, written: object) -> object:
+    """Return the same as tensors."""
+    if isinstance(written, list):
+        return [_as_vectors(file, one) for one in written]
+    if written is None:
+        return None
+    if not fits(written, dict[int, np.ndarray]):
+        raise _damaged(file, "steer")
+    arrays = cast(Mapping[int, np.ndarray], written)
+    return {layer: torch.tensor(one) for layer, one in arrays.items()}
+
+
 def _revived(file: Path, plain: Mapping[str, object]) -> dict[str, object]:
     """Return the keywords as they were passed."""
     found = dict(plain)
+    if "steer" in found:
+        found["steer"] = _as_vectors(file, found["steer"])
     said = found.get("generation_config")
     if isinstance(said, dict):
         if not fits(said, dict[str, Any]):

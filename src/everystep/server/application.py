@@ -382,9 +382,7 @@ class Front:
         self, exchange: Exchange, route: RouteTable
     ) -> tuple[dict[str, Json], Addressee]:
         """Return the fields of a body, and who is meant."""
-        body = await exchange.body()
-        exchange.names += tuple(one.name for one in route.fields.values() if one.required)
-        given = await asyncio.to_thread(route.read, body) if exchange.is_long else route.read(body)
+        given = await exchange.fields(route)
         if not self.link.models:
             raise HttpError(503, "the engine is being started", code="engine_starting", retry=2)
         return given, addressee(given.get("model"), self.link.models, self.models)
@@ -487,7 +485,9 @@ class Front:
         found: list[dict[str, Json]] = []
         for one in self.link.models.values():
             size = {"max_model_len": one.context}
-            found.append({"id": one.name, **about, "root": one.name, "parent": None, **size})
+            known = {"steering": one.steering} if one.steering else {}
+            own = {"root": one.name, "parent": None, **size, **known}
+            found.append({"id": one.name, **about, **own})
             for adapter in one.adapters:
                 found.append({"id": adapter, **about, "root": adapter, "parent": one.name, **size})
         return found

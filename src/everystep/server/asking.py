@@ -29,6 +29,7 @@ from everystep.server.fields import FLAG, GENERATE, Json, require_fields
 from everystep.server.line import LinePlace
 from everystep.server.messages import Ask, ModelFacts, Pixels, ScoreAsk
 from everystep.server.pictures import PictureLimits, with_scaled
+from everystep.server.wire_keywords import packed_steering
 from everystep.text import Tokenizer
 
 _SHAPING = ("temperature", "top_k", "top_p", "min_p")
@@ -83,6 +84,12 @@ class Caller:
         if self.key is None:
             return own
         return hashlib.sha256(f"{self.key}\0{own or ''}".encode()).hexdigest()
+
+    @property
+    def flow(self) -> str | None:
+        """The requests in whose turn the engine reads it: those of the key, those that nobody waits
+        for apart; None where there are no keys."""
+        return self.salt("in the background" if self.background else None)
 
 
 CALLER: ContextVar[Caller] = ContextVar("caller")
@@ -142,6 +149,7 @@ class Wanted:
         known, chat, stream = dict(self.keywords), self.in_chat, self.stream
         kept = None if self.pools is not None else calling().records
         beside: Any = {"pools": self.pools, "pictures": list(self.pictures)}
+        beside["owner"] = calling().flow
         return [
             Ask(
                 *(n, self.to.model, ids, known, chat, stream),
@@ -521,6 +529,8 @@ def _keywords(
         found["eos_token_id"] = [*kept, *ends] or None
     if to.adapter is not None:
         found["adapter_names"] = to.adapter
+    if "steer" in found:
+        found["steer"] = packed_steering(found["steer"], to.facts)
     if "negative_prompt" in found:
         found["negative_prompt"] = _negative(found["negative_prompt"], to)
     _shape(found)
@@ -638,4 +648,6 @@ def read_score(given: Mapping[str, Json], to: Addressee, number: int) -> ScoreAs
         return list(tokenizer.encode(one, add_special_tokens=before is None))
 
     rows = [row(one) for one in (texts if several else [texts])]
-    return ScoreAsk(number, to.model, rows, before, given.get("best") or 0, to.adapter)
+    asked = given.get("steer")
+    steer = None if asked is None else packed_steering(asked, to.facts)
+    return ScoreAsk(number, to.model, rows, before, given.get("best") or 0, to.adapter, steer)

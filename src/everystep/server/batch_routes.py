@@ -102,7 +102,7 @@ class BatchRoutes:
     # --- batches ----------------------------------------------------------------------------------
 
     async def _create(self, exchange: Exchange) -> None:
-        given = BATCHES.read(await exchange.body())
+        given = await exchange.fields(BATCHES)
         if given["endpoint"] not in self.desk.urls:
             wanted = ", ".join(self.desk.urls)
             raise RequestError("endpoint is impossible", wanted=wanted, got=given["endpoint"][:80])

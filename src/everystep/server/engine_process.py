@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from everystep.adapters import read_vectors
 from everystep.api.load import load
 from everystep.api.model import LanguageModel
 from everystep.files.sources import resolve_source
@@ -23,10 +24,12 @@ from everystep.sounds.features import WhisperFeatureExtractor
 
 
 class EngineOrders(msgspec.Struct, frozen=True):
-    """The orders of an engine: models by name, adapters of the first by name, and its limits."""
+    """The orders of an engine: models by name, adapters and files of vectors of the first by name,
+    and its limits."""
 
     models: dict[str, str]
     adapters: dict[str, str] = {}
+    steer: dict[str, str] = {}
     quantize: str | None = "auto"
     cache_dtype: str | None = None
     offline: bool = False
@@ -41,7 +44,7 @@ class EngineOrders(msgspec.Struct, frozen=True):
 
 
 def hosted(orders: EngineOrders) -> Mapping[str, HostedModel]:
-    """Return the models, loaded, with their adapters."""
+    """Return the models, loaded, with their adapters and vectors."""
     found, trials = {}, GrammarTrials()
     for number, (name, path) in enumerate(orders.models.items()):
         model, tokenizer = load(
@@ -52,8 +55,10 @@ def hosted(orders: EngineOrders) -> Mapping[str, HostedModel]:
         )
         for adapter, folder in orders.adapters.items() if number == 0 else ():
             model.load_adapter(Path(folder), adapter)
-        own = _extractor(model, path), trials
-        found[name] = HostedModel(model, tokenizer, orders.limits(), *own)
+        files = orders.steer if number == 0 else {}
+        vectors = {own: read_vectors(Path(file)) for own, file in files.items()}
+        known = _extractor(model, path), trials, vectors
+        found[name] = HostedModel(model, tokenizer, orders.limits(), *known)
     return found
 
 

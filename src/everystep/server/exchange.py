@@ -22,6 +22,7 @@ from everystep.errors import EverystepError, RequestError
 from everystep.server.access import Hosts, Keys, RecordFolder
 from everystep.server.asking import Caller
 from everystep.server.fields import Json
+from everystep.server.routes import RouteTable
 from everystep.server.tracing import Tracing
 
 log = logging.getLogger("everystep.server")
@@ -180,6 +181,12 @@ class Exchange:
             raise RequestError("the body is no JSON", got=str(error)[:200]) from error
         self.names = tuple(found)[:256] if isinstance(found, dict) else ()
         return found
+
+    async def fields(self, route: RouteTable) -> dict[str, Json]:
+        """Return the fields of the body, read in a thread where that is long."""
+        body = await self.body()
+        self.names += tuple(one.name for one in route.fields.values() if one.required)
+        return await asyncio.to_thread(route.read, body) if self.is_long else route.read(body)
 
     def place(self, error: HttpError) -> None:
         """Let an error about the request say which field of it is meant."""

@@ -22,6 +22,9 @@ Json = Any
 
 _MOST_TEXT = 1 << 24
 _MOST_LISTED = 1 << 20
+MOST_STEERED = 1 << 18
+"""Numbers of all vectors that a request may be steered by."""
+_MOST_STEERED_LAYERS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +126,36 @@ def one_of(*names: str) -> WireKind:
     return WireKind(wanted, {"enum": [*names]}, lambda value: value in names)
 
 
+def _is_steering(value: Json) -> bool:
+    """Return whether these are vectors by layer, as far as their number goes, or a name."""
+    if not isinstance(value, dict):
+        return isinstance(value, str) and 0 < len(value) <= 128
+    numbers = sum(len(one) if isinstance(one, list) else 1 for one in value.values())
+    return 0 < len(value) <= _MOST_STEERED_LAYERS and numbers <= MOST_STEERED
+
+
 FLAG = WireKind("true or false", {"type": "boolean"}, lambda value: type(value) is bool)
 MAPPING = WireKind("an object", {"type": "object"}, lambda value: isinstance(value, dict))
 ID = integer(0, (1 << 31) - 1)
 IDS = replace(listed(ID, _MOST_LISTED, 1), wanted="a list of ids")
 TEXT = replace(text(), wanted="a text")
 SEED = integer(-(1 << 63), (1 << 63) - 1)
+STEER = WireKind(
+    f"an object of 1 to {_MOST_STEERED_LAYERS} layers with {MOST_STEERED} numbers in all, or a "
+    "name",
+    {
+        "anyOf": [
+            {
+                "type": "object",
+                "additionalProperties": {"type": "array", "items": {"type": "number"}},
+                "minProperties": 1,
+                "maxProperties": _MOST_STEERED_LAYERS,
+            },
+            {"type": "string", "minLength": 1, "maxLength": 128},
+        ]
+    },
+    _is_steering,
+)
 STOP = either(text(256, 1), listed(text(256, 1), 16, 1))
 
 
@@ -140,9 +167,7 @@ NOT_ON_THE_WIRE: Mapping[str, str] = {
         "is code, and no code comes from a request",
     ),
     **dict.fromkeys(("majority", "scorer"), "is code, and no code comes from a request"),
-    **dict.fromkeys(
-        ("constraints", "generation_config", "prefix", "steer"), "is an object of Python"
-    ),
+    **dict.fromkeys(("constraints", "generation_config", "prefix"), "is an object of Python"),
     **dict.fromkeys(
         ("amateur_model", "assistant_model", "assistant_tokenizer", "draft_corpus"),
         "is an object of Python",
@@ -187,6 +212,7 @@ _OWN: Mapping[str, WireKind] = {
     "choices": listed(text(1 << 12), 1024, 1),
     "allowed_sequences": listed(either(text(1 << 12), IDS), 4096, 1),
     "adapters": MAPPING,
+    "steer": STEER,
     "strategy": text(100, 1),
     "strategy_options": MAPPING,
     "add_generation_prompt": FLAG,
@@ -203,6 +229,12 @@ _OWN: Mapping[str, WireKind] = {
 }
 """Kinds of keywords that are bounded here, or that are no fields of a configuration."""
 
+_LINES: Mapping[str, str] = {
+    "steer": 'Vectors that are added to the hidden states after layers, `{"12": [0.5, -1]}`, or '
+    "the name of vectors that the server was started with.",
+}
+"""Meanings of keywords that have another form here."""
+
 _JSON_TYPES: Mapping[str, dict[str, Json]] = {
     "int": {"type": "integer"},
     "float": {"type": "number"},
@@ -218,7 +250,7 @@ def generate_field(name: str) -> WireField:
     if kind is None:
         one = FIELDS[name]
         kind = WireKind(one.kind.wanted, _schema_of(row.type), _is_json)
-    return WireField(name, kind, row.line, keyword=name)
+    return WireField(name, kind, _LINES.get(name, row.line), keyword=name)
 
 
 OF_MESSAGES = (

@@ -17,11 +17,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.adapters import read_steering, steered_size
 from everystep.api.model import LanguageModel
 from everystep.api.score import Score
 from everystep.api.score import score as score_texts
@@ -47,10 +47,10 @@ from everystep.requests.options import Options
 from everystep.requests.prompts import PromptLike
 from everystep.server.hosted_runs import HostedRuns
 from everystep.server.messages import (
-    OF_FRONT,
     WINDOW,
     Alive,
     Ask,
+    AskMessage,
     Begun,
     Ended,
     Failed,
@@ -61,7 +61,6 @@ from everystep.server.messages import (
     Likelihoods,
     ModelFacts,
     Over,
-    Quit,
     Ready,
     RowNews,
     RunAsk,
@@ -72,11 +71,12 @@ from everystep.server.messages import (
     ToEngine,
     ToFront,
     Tokens,
+    ask_messages,
     frame,
-    read_frame,
 )
 from everystep.server.pictures import patches_of
 from everystep.server.pooling import Pooling, vector_of
+from everystep.server.wire_keywords import Vectors, as_keywords, unpacked_steering
 from everystep.sounds.features import WhisperFeatureExtractor
 from everystep.stops.ends import moment
 from everystep.text import Tokenizer
@@ -107,7 +107,8 @@ class HostedModel:
     """A model of the engine with its tokenizer, and the desk where its prompts are handed in.
 
     `extractor`: what makes features of sounds, for a model that listens; that of its size without.
-    `trials`: where grammars are compiled first, its own without.
+    `trials`: where grammars are compiled first, its own without. `steering`: vectors by layer that
+    requests may ask for by name; RequestError where they do not fit.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class HostedModel:
         limits: EngineLimits,
         extractor: WhisperFeatureExtractor | None = None,
         trials: GrammarTrials | None = None,
+        steering: Mapping[str, Vectors] | None = None,
     ) -> None:
         def scheduler() -> Continuous:
             own = limits.token_budget, limits.max_rows, limits.max_positions
@@ -124,6 +126,9 @@ class HostedModel:
 
         self.model, self.tokenizer = model, tokenizer
         self.extractor = (extractor or usual_extractor(model)) if model.listens else None
+        self.steering = dict(steering or {})
+        # Held, so that all who ask for them share rows and the packed copy.
+        self._steers = [read_steering(model.core, one) for one in self.steering.values()]
         self.session = Session(
             model, tokenizer, (), None, None, {}, gives_events=True, scheduler=scheduler
         )
@@ -149,6 +154,8 @@ class HostedModel:
             self.model.runs_on,
             isinstance(self.tokenizer, PictureTokenizer),
             None if self.extractor is None else self.extractor.sampling_rate,
+            *steered_size(self.model.core),
+            [*self.steering],
         )
 
 
@@ -177,7 +184,8 @@ class EngineHost:
         self._noticed = asyncio.Event()
         self._scoring = ThreadPoolExecutor(1, "everystep scores")
         known = {name: (one.model, one.tokenizer) for name, one in models.items()}
-        self._runs = HostedRuns(known, next(iter(models.values())).trials)
+        steering = {name: one.steering for name, one in models.items()}
+        self._runs = HostedRuns(known, next(iter(models.values())).trials, steering)
         self._running: dict[int, asyncio.Task[None]] = {}
         self._rooms: dict[int, asyncio.Semaphore] = {}  # for the news of runs
         self._seeing = ThreadPoolExecutor(1, "everystep cuts pictures")
@@ -196,13 +204,9 @@ class EngineHost:
         telling.add_done_callback(lambda _: self._writer.close())  # a defect ends the connection
         beating = asyncio.create_task(self._beat())
         try:
-            while (body := await read_frame(reader)) is not None:
-                message = OF_FRONT.decode(body)
-                if isinstance(message, Quit):
-                    break
-                self._take(message)
-        except msgspec.ValidationError:
-            return
+            async with aclosing(ask_messages(reader)) as messages:
+                async for message in messages:
+                    self._take(message)
         finally:
             telling.cancel()
             beating.cancel()
@@ -220,7 +224,7 @@ class EngineHost:
 
     # --- in ---------------------------------------------------------------------------------------
 
-    def _take(self, message: Ask | ScoreAsk | HearAsk | RunAsk | Leave | Taken) -> None:
+    def _take(self, message: AskMessage) -> None:
         match message:
             case Ask() if message.pictures:
                 self._seen[message.id] = asyncio.create_task(self._see(message))
@@ -272,7 +276,7 @@ class EngineHost:
         hosted, since = self._models[ask.model], moment()
 
         def options() -> Options:
-            keywords = _as_keywords(ask.keywords)
+            keywords = as_keywords(ask.keywords, hosted.steering)
             if ask.pools is not None:
                 keywords["strategy"] = _pooling(ask.pools, hosted.model)
             elif ask.record is not None:
@@ -288,7 +292,7 @@ class EngineHost:
         most = _EVENTS if ask.streams else None
         try:
             long = any(ask.keywords.get(name) is not None for name in _COMPILED)
-            one = hosted.desk.submit(prompt, options, notice, most, long=long)
+            one = hosted.desk.submit(prompt, options, notice, most, long=long, owner=ask.owner)
         except Exception as error:
             self._send(failed(ask.id, error))
             return
@@ -301,6 +305,7 @@ class EngineHost:
         message: ToFront | None = None
         scores: list[Score] = []
         try:
+            steer = unpacked_steering(ask.steer, hosted.steering)
             for start in range(0, len(ask.rows), _SCORED_AT_ONCE):
                 if left.is_set():
                     break
@@ -311,6 +316,7 @@ class EngineHost:
                     after=ask.after,
                     best=ask.best,
                     adapter_names=ask.adapter,
+                    steer=steer,
                 )
             message = ScoredTexts(ask.id, [_known_of_score(one) for one in scores])
         except Exception as error:
@@ -402,15 +408,6 @@ def serve_connection(
 ) -> None:
     """Answer a front's asks, in the thread that calls this, until it closes."""
     asyncio.run(EngineHost(models, limits).serve(connection))
-
-
-def _as_keywords(sent: Mapping[str, object]) -> dict[str, object]:
-    """Return keywords as `generate` takes them."""
-    given = dict(sent)
-    bias = given.get("logit_bias")
-    if isinstance(bias, dict):
-        given["logit_bias"] = {int(key): value for key, value in bias.items()}
-    return given
 
 
 def _strings(one: Submission) -> list[str]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from everystep.api.model import LanguageModel
+from everystep.drivers.engine_thread import FairReaders
 from everystep.drivers.generated import Generated
 from everystep.errors import FormatError, RequestError
 from everystep.outputs import TokenLogprobs
@@ -31,6 +32,7 @@ from everystep.runs.saved import RunState, read_run
 from everystep.runs.steps import Explanation, Step
 from everystep.server.fields import GENERATE, Json
 from everystep.server.messages import RunAsk, RunNews, RunOver
+from everystep.server.wire_keywords import Vectors, as_keywords, require_bounded
 from everystep.text import Tokenizer
 from everystep.types import FinishReason
 
@@ -42,15 +44,18 @@ _BESIDE = ("trim_stop_strings", "adapter_names", "seed")
 
 class HostedRuns:
     """The runs of one front, by name. `models`: those that may be asked, with their tokenizers.
-    `trials`: where grammars are compiled first."""
+    `trials`: where grammars are compiled first. `steering`: of each model, vectors by name."""
 
     def __init__(
-        self, models: Mapping[str, tuple[LanguageModel, Tokenizer]], trials: GrammarTrials
+        self,
+        models: Mapping[str, tuple[LanguageModel, Tokenizer]],
+        trials: GrammarTrials,
+        steering: Mapping[str, Mapping[str, Vectors]],
     ) -> None:
-        self._models, self._trials = models, trials
+        self._models, self._trials, self._steering = models, trials, steering
         self._runs: dict[str, Run] = {}
         self._of_model: dict[str, str] = {}  # the names of runs and of their models
-        self._compiling = ThreadPoolExecutor(2, "everystep compiles grammars of runs")
+        self._compiling = FairReaders(2, "everystep compiles grammars of runs")
         self._thread = ThreadPoolExecutor(1, "everystep runs")
         self._part, self._working = 0, False  # of which the thread alone writes
         self._verbs: Mapping[str, Callable[[RunAsk], Iterator[Part]]] = {
@@ -74,7 +79,7 @@ class HostedRuns:
         """Yield what becomes of an ask, `RunOver` last."""
         loop, parts = asyncio.get_running_loop(), self._verbs[ask.verb](ask)
         if _brings_grammars(ask):
-            await loop.run_in_executor(self._compiling, self._compile, ask)
+            await asyncio.wrap_future(self._compiling.submit(ask.owner, self._compile, ask))
         while True:
             part = await loop.run_in_executor(self._thread, self._next, parts)
             if part is not None:
@@ -111,7 +116,7 @@ class HostedRuns:
 
     def close(self) -> None:
         """End all runs; return when nothing steps any more."""
-        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._compiling.shutdown(cancel=True)
         self._thread.shutdown(cancel_futures=True)
         for run in self._runs.values():
             run.cancel()
@@ -127,10 +132,9 @@ class HostedRuns:
     def _open(self, ask: RunAsk) -> Iterator[Part]:
         given = ask.given
         model, tokenizer = self._models[given["model"]]
-        keywords = dict(given["keywords"])
-        if isinstance(bias := keywords.get("logit_bias"), dict):
-            keywords["logit_bias"] = {int(id): value for id, value in bias.items()}
-        seed, chat = keywords.pop("seed"), model.chat_defaults if given["in_chat"] else None
+        keywords = as_keywords(given["keywords"], self._steering[given["model"]])
+        seed: Any = keywords.pop("seed")
+        chat = model.chat_defaults if given["in_chat"] else None
         run = Run.begun(model, tokenizer, given["prompt"], Asked(keywords, seed, chat))
         self._know(ask.run, run, given["model"])
         yield RunOver(ask.id, state(run))
@@ -244,6 +248,8 @@ def require_askable(read: RunState) -> None:
                 continue
             if name not in known:
                 raise RequestError(f"the saved run has {name}, which no request can have")
+            if name == "steer":
+                require_bounded(value)
             field = known[name]
             if isinstance(value, int | float | str):  # the bounds that requests have
                 field.read(value)

@@ -7,6 +7,7 @@ types ends the connection.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -33,7 +34,8 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     conversation. `streams`: whether its tokens are told as they come. `pools`: how its hidden
     states become the vector that is wanted in place of an answer. `pictures`: those that stand
     among the ids, in their order. `record`: the file that its steps are written to, None for
-    none; `redacted`: without texts."""
+    none; `redacted`: without texts. `owner`: whose it is, by a digest of his key; None where there
+    are no keys."""
 
     id: int
     model: str
@@ -46,10 +48,12 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     pictures: list[Pixels] = []
     record: str | None = None
     redacted: bool = False
+    owner: str | None = None
 
 
 class ScoreAsk(msgspec.Struct, tag=True, frozen=True):
-    """Rows of ids that are to be scored, after the same ids or after none."""
+    """Rows of ids that are to be scored, after the same ids or after none. `steer`: packed, as
+    among the keywords of an ask."""
 
     id: int
     model: str
@@ -57,6 +61,7 @@ class ScoreAsk(msgspec.Struct, tag=True, frozen=True):
     after: list[int] | None
     best: int
     adapter: str | None = None
+    steer: dict[str, bytes] | str | None = None
 
 
 class HearAsk(msgspec.Struct, tag=True, frozen=True):
@@ -75,7 +80,8 @@ class HearAsk(msgspec.Struct, tag=True, frozen=True):
 class RunAsk(msgspec.Struct, tag=True, frozen=True):
     """Something that is to be done to a run, by its name in `everystep.Run`, with what it is given.
 
-    `run`: the name of the run; `data`: the bytes of a saved one; `model`: whose run it is.
+    `run`: the name of the run; `data`: the bytes of a saved one; `model`: whose run it is. `owner`:
+    as of a prompt.
     """
 
     id: int
@@ -84,6 +90,7 @@ class RunAsk(msgspec.Struct, tag=True, frozen=True):
     given: dict[str, Any] = {}
     data: bytes = b""
     model: str = ""
+    owner: str | None = None
 
 
 class Leave(msgspec.Struct, tag=True, frozen=True):
@@ -106,7 +113,9 @@ class Quit(msgspec.Struct, tag=True, frozen=True):
 class ModelFacts(msgspec.Struct, frozen=True):
     """The facts of a model that the front needs: its name, adapters, ids that end a text, context,
     vocabulary and executor. `sees`: it reads pictures. `sampling_rate`: of the sounds that
-    it writes down, None for a model that does not listen."""
+    it writes down, None for a model that does not listen. `layers`, `width`: after which, and with
+    how many numbers, it can be steered, zeros for a model that cannot; `steering`: the names of
+    vectors that the operator gave it."""
 
     name: str
     adapters: list[str]
@@ -116,6 +125,9 @@ class ModelFacts(msgspec.Struct, frozen=True):
     executor: str
     sees: bool = False
     sampling_rate: int | None = None
+    layers: int = 0
+    width: int = 0
+    steering: list[str] = []
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -255,7 +267,9 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     text: str
 
 
-ToEngine = Ask | ScoreAsk | HearAsk | RunAsk | Leave | Taken | Quit
+AskMessage = Ask | ScoreAsk | HearAsk | RunAsk | Leave | Taken
+"""A message about an ask: all that a front says before its last one."""
+ToEngine = AskMessage | Quit
 ToFront = (
     Ready
     | ReplicaRoom
@@ -293,3 +307,16 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
         return await reader.readexactly(size)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
+
+
+async def ask_messages(reader: asyncio.StreamReader) -> AsyncGenerator[AskMessage, None]:
+    """Yield what a front says until it says that this is the end, is gone, or cannot be read;
+    FormatError for a message that is too long."""
+    while (body := await read_frame(reader)) is not None:
+        try:
+            message = OF_FRONT.decode(body)
+        except msgspec.DecodeError:
+            return
+        if isinstance(message, Quit):
+            return
+        yield message

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from everystep.server import routes
 from everystep.server.application import Front, Responder
-from everystep.server.asking import addressee, read_changes, read_ids, read_open
+from everystep.server.asking import addressee, calling, read_changes, read_ids, read_open
 from everystep.server.exchange import Exchange, HttpError
 from everystep.server.fields import Json
 from everystep.server.line import LinePlace
@@ -92,7 +92,7 @@ class RunRoutes:
     # --- beginning and ending ---------------------------------------------------------------------
 
     async def _open(self, exchange: Exchange) -> None:
-        given = routes.RUN_OPEN.read(await exchange.body())
+        given = await exchange.fields(routes.RUN_OPEN)
         to = addressee(given.get("model"), self._front.link.models, self._front.models)
         opened = await asyncio.to_thread(read_open, given, to, exchange.caller)
         one = self.runs.add(exchange.caller.key, to)
@@ -162,7 +162,7 @@ class RunRoutes:
 
         async def answer(exchange: Exchange) -> None:
             one = self._own(exchange)
-            given = table.read(await exchange.body())
+            given = await exchange.fields(table)
             with self.runs.used(one):
                 await act(exchange, one, given)
 
@@ -246,7 +246,8 @@ class RunRoutes:
         if not front.link.ready:
             raise HttpError(503, "the engine is being started", code="engine_starting", retry=2)
         place = _place(front, verb, given)
-        ask = RunAsk(front.link.next_number(), name, verb, dict(given), data, model)
+        number, owner = front.link.next_number(), calling().flow
+        ask = RunAsk(number, name, verb, dict(given), data, model, owner)
         deadline, loop = front.settings.deadline, asyncio.get_running_loop()
         late = None if deadline is None else loop.time() + deadline
         async with aclosing(front.link.follow(ask, place)) as news:

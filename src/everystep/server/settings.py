@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from everystep.adapters import read_vectors
 from everystep.config import chat_defaults_of
 from everystep.errors import (
     FormatError,
@@ -37,16 +38,16 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Every setting of `everystep serve`; a TOML file has them by these names.
 
     `model`: what is served; `models`: further ones by name; `adapters`: folders by name, of the
-    first model. `key_files`: digests of keys, a line each. `public_without_key`: serve everybody on
-    a public address. `drain_seconds`: what a stop waits for. `hang_seconds`: of silence, or in one
-    step, after which an engine is ended and started again; 0 for never. `files`: the folder of
-    batch files. `record_dir`: where the steps of what `record_keys` ask for are written,
-    without texts if they are `record_redacted`.
-    `max_picture_pixels`: of all pictures of a request, as they are sent. `max_pixels`: of a picture
-    as it is read, None for what the model's files say. `max_sound_seconds`: of a sound that is
-    written down. `vllm_metrics`: metrics have vLLM's names too. `otlp_endpoint`: where spans of
-    requests are sent. `quota`: that of keys without one of their own; `quotas`: by name or digest
-    of a key.
+    first model, and `steer`: files of vectors that requests may be steered by, likewise.
+    `key_files`: digests of keys, a line each. `public_without_key`: serve everybody on a public
+    address. `drain_seconds`: what a stop waits for. `hang_seconds`: of silence, or in one step,
+    after which an engine is ended and started again; 0 for never. `files`: the folder of batch
+    files. `record_dir`: where the steps of what `record_keys` ask for are written, without texts if
+    they are `record_redacted`. `max_picture_pixels`: of all pictures of a request, as they are
+    sent. `max_pixels`: of a picture as it is read, None for what the model's files say.
+    `max_sound_seconds`: of a sound that is written down. `vllm_metrics`: metrics have vLLM's names
+    too. `otlp_endpoint`: where spans of requests are sent. `quota`: that of keys without one of
+    their own; `quotas`: by name or digest of a key.
 
     `replicas`: engines on Ray Serve, None for one engine without Ray; up to `max_replicas` of them
     where load asks for more. `replica_load`: prompts at work in each that are aimed at, None for
@@ -60,6 +61,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     model: str = DEFAULT_MODEL
     models: dict[str, str] = {}
     adapters: dict[str, str] = {}
+    steer: dict[str, str] = {}
     host: str = "127.0.0.1"
     port: int = 8000
     uds: str | None = None
@@ -115,6 +117,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
         return EngineOrders(
             models=dict(sources),
             adapters=self.adapters,
+            steer=self.steer,
             quantize=self.quantize,
             cache_dtype=self.cache_dtype,
             offline=self.offline,
@@ -123,6 +126,12 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
             token_budget=self.token_budget,
             max_positions=self.max_positions,
         )
+
+    def require_vectors(self) -> None:
+        """Raise MissingFileError, FormatError or RequestError for a file without vectors by layer.
+        Files of replicas on a cluster are not judged, since they are on its nodes."""
+        for file in self.steer.values() if self.ray_address is None else ():
+            read_vectors(Path(file))
 
     def queue(self) -> QueueLimits:
         """Return how much may wait."""

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -92,6 +92,7 @@ class GrammarTrials:
         self._idle: list[_TrialProcess] = []
         self._known: OrderedDict[bytes, TrialOutcome] = OrderedDict()
         self._characters = self._busy = 0
+        self._line: deque[object] = deque()  # of those who wait for a process
 
     @property
     def processes(self) -> list[int]:
@@ -192,16 +193,21 @@ class GrammarTrials:
         return TrialOutcome(str(error), RequestError)
 
     def _take(self, vocabulary: GrammarVocabulary) -> _TrialProcess:
-        """Return a process that has the vocabulary, once one is free."""
-        late = time.monotonic() + _PATIENCE * (1 + self.bounds.seconds)
+        """Return a process that has the vocabulary, once one is free; who came first is first."""
+        late, own = time.monotonic() + _PATIENCE * (1 + self.bounds.seconds), object()
         with self._free:
-            while self._busy >= self.bounds.processes:
-                if not self._free.wait(late - time.monotonic()):
-                    raise CapacityError(
-                        "no process that compiles grammars was free in time",
-                        wanted=f"one of {self.bounds.processes}",
-                        do="Try again later",
-                    )
+            self._line.append(own)
+            try:
+                while self._busy >= self.bounds.processes or self._line[0] is not own:
+                    if not self._free.wait(late - time.monotonic()):
+                        raise CapacityError(
+                            "no process that compiles grammars was free in time",
+                            wanted=f"one of {self.bounds.processes}",
+                            do="Try again later",
+                        )
+            finally:
+                self._line.remove(own)
+                self._free.notify_all()
             self._busy += 1
             found = None
             for one in self._idle[::-1]:
@@ -227,7 +233,7 @@ class GrammarTrials:
             self._busy -= 1
             if one is not None and keep:
                 self._idle.append(one)
-            self._free.notify()
+            self._free.notify_all()
 
 
 class _TrialProcess:

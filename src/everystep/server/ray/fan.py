@@ -22,16 +22,15 @@ from everystep.errors import EverystepError
 from everystep.server.host import BEAT
 from everystep.server.link import AnyAsk, Asking
 from everystep.server.messages import (
-    OF_FRONT,
     WINDOW,
     Alive,
     Ask,
+    AskMessage,
     Failed,
     HearAsk,
     HeardText,
     Leave,
     Over,
-    Quit,
     Ready,
     ReplicaRoom,
     RunAsk,
@@ -40,8 +39,8 @@ from everystep.server.messages import (
     Taken,
     ToFront,
     Tokens,
+    ask_messages,
     frame,
-    read_frame,
 )
 from everystep.server.ray.parts import Part, read_part
 
@@ -78,11 +77,11 @@ class Replicas(Protocol):
 
 def session_of(ask: AnyAsk, first: int) -> str | None:
     """Return the name that asks have in common whose rows can be shared: those of one model, mix of
-    adapters and salt that begin with the same ids. None where nothing is shared,
+    adapters, steering and salt that begin with the same ids. None where nothing is shared,
     or `first` is 0."""
     if isinstance(ask, Ask) and first:
-        own = ask.keywords.get("adapter_names"), ask.keywords.get("cache_salt")
-        known = (ask.model, *own, ask.prompt[:first])
+        names = ("adapter_names", "adapters", "steer", "cache_salt")
+        known = (ask.model, *map(ask.keywords.get, names), ask.prompt[:first])
         return hashlib.blake2b(msgspec.msgpack.encode(known), digest_size=16).hexdigest()
     return None
 
@@ -127,13 +126,9 @@ class ReplicaFan:
         telling = asyncio.create_task(self._tell())
         telling.add_done_callback(lambda _: self._writer.close())  # a defect ends the connection
         try:
-            while (body := await read_frame(reader)) is not None:
-                message = OF_FRONT.decode(body)
-                if isinstance(message, Quit):
-                    break
-                self._take(message)
-        except msgspec.ValidationError:
-            return
+            async with aclosing(ask_messages(reader)) as messages:
+                async for message in messages:
+                    self._take(message)
         finally:
             telling.cancel()
             tasks = [one.task for one in self._under.values() if one.task is not None]
@@ -142,7 +137,7 @@ class ReplicaFan:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._writer.close()
 
-    def _take(self, message: AnyAsk | Leave | Taken) -> None:
+    def _take(self, message: AskMessage) -> None:
         if isinstance(message, Leave | Taken):
             if (one := self._under.get(message.id)) is None:
                 return

@@ -6,7 +6,7 @@ import gzip
 import json
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from everystep.errors import FormatError, MissingFileError, RequestError
+from everystep.inspector import views
+from everystep.inspector.page import page
 from everystep.records import (
     RecordWriter,
     exact,
@@ -203,10 +205,19 @@ def test_unknown_fields_and_lines_are_kept(tmp_path: Path) -> None:
     assert record.others == [{"type": "song", "run": 1}]
 
 
-def test_mutations_never_end_in_another_error(tmp_path: Path) -> None:
+def leaves(value: Any) -> Iterator[str]:
+    """The texts in it, however deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Iterable):
+        for one in value:
+            yield from leaves(one)
+
+
+def test_mutations_end_in_a_refusal_or_in_a_record_that_can_be_shown(tmp_path: Path) -> None:
     data, dice, path = written(tmp_path / "a").read_bytes(), random.Random(5), tmp_path / "b"
     opened = 0
-    for _ in range(400):
+    for _ in range(2000):
         spoilt = bytearray(data)
         for _ in range(dice.randint(1, 3)):
             at = dice.randrange(len(spoilt))
@@ -216,11 +227,20 @@ def test_mutations_never_end_in_another_error(tmp_path: Path) -> None:
                 del spoilt[at : at + dice.randint(1, 9)]
         path.write_bytes(spoilt)
         try:
-            read_record(path)
-            opened += 1
+            record = read_record(path)
         except FormatError:
             continue
-    assert 0 < opened < 400
+        opened += 1
+        assert page(record, "spoilt") and record._repr_html_()
+        for run in record.runs.values():
+            told = [views.steps(record, run), views.comparison(record, record)]
+            told += [views.series(views.tokens_of(record, run)), views.heading(record, run)]
+            for step in run.steps:
+                told += [views.about_step(record, step), views.unseen_at(record, run, step)]
+                for row in step.rows:
+                    told += [views.candidates(record, row), views.about_choice(record, row)]
+            assert "\x1b" not in repr([list(one) for one in told])
+    assert 0 < opened < 2000
 
 
 def test_a_record_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -405,7 +405,10 @@ REFUSED: Mapping[str, tuple[Any, type[Exception], str]] = {
         lambda m: m.add_adapter("a", es.LoraConfig(layers_to_transform=[99])),
         RequestError, "names no projection",
     ),
-    "biases": (lambda m: es.LoraConfig(bias="all"), UnsupportedError, "bias"),
+    "biases of nobody": (lambda m: es.LoraConfig(bias="some"), RequestError, "'lora_only'"),
+    "biases in two ways": (
+        lambda m: es.LoraConfig(bias="all", modules_to_save=["norm"]), RequestError, "both train"
+    ),
     "whole modules that are no list": (
         lambda m: es.LoraConfig(modules_to_save="lm_head"), RequestError, "modules_to_save"
     ),

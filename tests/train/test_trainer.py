@@ -25,6 +25,7 @@ from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 from everystep.train.callbacks import log_of
 from everystep.train.other_names import OTHER_METHODS, OTHER_PARTS
+from tests.executors.models import narrow_model
 from tests.models.tiny import ours, reference_decoder, reference_t5
 from tests.train.runs import padded, trainer
 
@@ -456,6 +457,51 @@ def test_rollouts_are_of_the_weights_as_they_are_now(tmp_path: Path) -> None:
             new = ids[0, len(prompt) :, None]
             own = logits[0, len(prompt) - 1 : -1].gather(1, new)[:, 0]
             assert torch.allclose(one.logprobs.logprobs, own, atol=1e-4)
+
+
+def apart(model: Any, tokenizer: Any, prompts: list[list[int]], count: int) -> torch.Tensor:
+    """How far samples are, token by token, from the log-probabilities of the training forward."""
+    torch.manual_seed(1)
+    adapter = model.add_adapter("policy", es.LoraConfig(r=8, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, one in adapter.named_parameters():
+            if "lora_B" in name:
+                one.normal_(0, 0.02)
+    options = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": count, "seed": 3}
+    options |= {"adapter_names": "policy", "logprobs": 0, "return_dict_in_generate": True}
+    found = []
+    for prompt, each in zip(
+        prompts, es.generate(model, tokenizer, prompts, **options), strict=True
+    ):
+        for one in each:
+            ids = torch.tensor([[*prompt, *one.tokens]])
+            labels = ids.clone()
+            labels[:, : len(prompt)] = -100
+            told = {"output_logits": False, "output_logprobs": True, "adapter_names": "policy"}
+            learned = model(ids, labels=labels, **told).logprobs[0, len(prompt) :].detach()
+            found.append((learned - one.logprobs.logprobs).abs())
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("codes", [None, "int8", "int4"])
+def test_samples_are_near_what_the_training_forward_says(codes: Any) -> None:
+    """By rounding alone in float32; over codes an activation may be rounded to either side."""
+    model = LanguageModel(narrow_model("llama", codes, panels=True))
+    model.generation_config.eos_token_id = None
+    found = apart(model, None, [[5, 9], [7, 8, 9]], 16)
+    assert len(found) == 2 * 4 * 16 and model.runs_on.startswith("native")
+    mean, most = (1e-6, 1e-4) if codes is None else (0.02, 0.2)
+    assert found.mean() < mean and found.max() < most
+
+
+@pytest.mark.model
+def test_samples_of_the_default_model_are_near_what_the_training_forward_says() -> None:
+    """As far as the guide says, in its 4 bits."""
+    model, tokenizer = es.load("smollm2-135m-instruct")
+    texts = ("The sky is", "Once upon a time", "Who are you?")
+    found = apart(model, tokenizer, [tokenizer.encode(one) for one in texts], 24)
+    assert model.runs_on.startswith("native")
+    assert 0.005 < found.mean() < 0.15 and found.max() < 1.0
 
 
 def test_a_frozen_copy_is_of_the_weights_of_now_and_runs_natively() -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from everystep.cli import command_options as o
+from everystep.cli.adapters import named_adapters
 from everystep.cli.serve import (
     Adapters,
     Named,
@@ -56,7 +57,7 @@ def run_batch(
     said: dict[str, Any] = {
         "model": source,
         "models": pairs(model, "--model"),
-        "adapters": pairs(adapter, "--adapter"),
+        "adapters": named_adapters(adapter),
         "max_rows": max_rows,
         "threads": threads,
         "quantize": None if quantize is None else quantize.value,

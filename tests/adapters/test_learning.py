@@ -310,6 +310,20 @@ def test_both_orders_and_the_names_of_others_say_the_same(tmp_path: Path) -> Non
     assert model.adapters[4:] == ("e", "f", "g")
 
 
+def test_methods_of_others_say_what_to_do() -> None:
+    model = LanguageModel(ours(base("llama")))
+    for name, do in (
+        ("set_adapter", "adapter_names"),
+        ("disable_adapters", "adapter_names"),
+        ("merge_and_unload", "merge_adapter"),
+        ("print_trainable_parameters", r"adapter.parameters\(\)"),
+        ("resize_token_embeddings", "transformers"),
+    ):
+        assert not hasattr(model, name)
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'.*{do}"):
+            getattr(model, name)
+
+
 REFUSED: Mapping[str, tuple[Any, type[Exception], str]] = {
     "no config": (lambda m: m.add_adapter("a"), RequestError, "es.LoraConfig"),
     "two configs": (

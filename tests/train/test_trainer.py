@@ -285,6 +285,21 @@ def test_evaluation_generates_what_the_model_would(tmp_path: Path) -> None:
     assert found.predictions.shape[0] == found.label_ids.shape[0] == 3
 
 
+def test_answers_that_end_by_their_length_are_told(tmp_path: Path) -> None:
+    """A model that was never taught its end writes on and on, which takes long."""
+    run = made(tmp_path, eval_dataset=ROWS, predict_with_generate=True, generation_max_length=2)
+    run.model.generation_config.eos_token_id = None
+    state = torch.get_rng_state()
+    with pytest.warns(UserWarning, match="8 of 8 answers ended by their length"):
+        run.evaluate()
+    sampled = es.GenerationConfig(do_sample=True, temperature=2.0, max_new_tokens=3)
+    given = {"eval_dataset": ROWS, "predict_with_generate": True, "generation_config": sampled}
+    with pytest.warns(UserWarning, match="ended by their length"):
+        found = made(tmp_path, run.model, **given).predict(ROWS)
+    assert found.predictions is not None and found.predictions.shape == (8, 3)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_metrics_of_logits(tmp_path: Path) -> None:
     def compute_metrics(found: es.EvalPrediction) -> dict[str, float]:
         logits, labels = found

@@ -388,6 +388,23 @@ def test_it_begins_and_learns_as_pefts_does(form: str, name: str, tmp_path: Path
     assert close(logits, found.logits.detach(), 1e-12)
 
 
+@pytest.mark.parametrize("targets", [["embed_tokens", "lm_head"], ["lm_head"], ["embed_tokens"]])
+def test_low_ranks_that_are_to_stay_tied_are_refused_by_name(targets: list[str]) -> None:
+    """PEFT trains two tensors in one memory there."""
+    model = LanguageModel(ours(base("tied")))
+    config = es.LoraConfig(r=2, target_modules=targets, ensure_weight_tying=True)
+    with pytest.raises(UnsupportedError, match="ensure_weight_tying is not supported"):
+        model.add_adapter("a", config)
+    with pytest.raises(UnsupportedError, match="ensure_weight_tying is not supported"):
+        es.Trainer(
+            model,
+            es.TrainingArguments("unused", save_strategy="no"),
+            train_dataset=[{"input_ids": [5, 9], "labels": [5, 9]}],
+            peft_config=config,
+        )
+    assert model.adapters == ()
+
+
 def shaken_alike(tensors: Mapping[str, Tensor]) -> None:
     """Values far from doing nothing, the same for both sides."""
     generator = torch.Generator().manual_seed(7)

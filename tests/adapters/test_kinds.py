@@ -7,6 +7,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import permutations
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -180,18 +181,25 @@ def test_keys_of_an_adapter_in_memory_are_read_too(tmp_path: Path) -> None:
 
 # --- mixes ----------------------------------------------------------------------------------------
 
-MIXES = (
-    ("lora", "loha"),
-    ("loha", "lora"),
+MIXED = ("lora", "dora", "loha", "lokr", "adalora", "oft")
+"""The kinds that PEFT mixes; of SHiRA, which it mixes too, nothing is read here."""
+THREE = (
     ("lora", "lokr", "loha"),
-    ("oft", "lora"),
-    ("lora", "oft"),
     ("oft", "lora", "loha"),
     ("lora", "oft", "loha"),
+    ("dora", "oft", "adalora"),
+)
+MIXES = (
+    *permutations(MIXED, 2),
+    ("lora", "rslora"),
+    ("oft", "oft, exact"),
+    *THREE,
     ("loha", "lora", "oft", "lokr"),
-    ("lora", "adalora"),
-    ("dora", "loha"),
-    ("loha", "dora"),
+    *(
+        pytest.param(names, marks=pytest.mark.slow)
+        for names in permutations(MIXED, 3)
+        if names not in THREE
+    ),
 )
 
 
@@ -241,11 +249,12 @@ def _split(key: str) -> tuple[str, str, str]:
     return module, mark, mark[1:] + rest
 
 
-@pytest.mark.parametrize("names", MIXES, ids=" in ".join)
+@pytest.mark.parametrize("names", MIXES, ids=lambda names: " in ".join(names))
 def test_a_mix_is_what_pefts_mixed_model_computes(names: tuple[str, ...]) -> None:
     model = ours(base("llama"))
     mix = [(name, read_adapter(trained("llama", name)[0], model).now(), 1.0) for name in names]
-    assert close(logits(model, mix), mixture(names))
+    # transformers takes root mean squares in float32, which strong adapters amplify.
+    assert close(logits(model, mix), mixture(names), 1e-6 if len(names) == 2 else 2e-6)
 
 
 # --- what a configuration declares ----------------------------------------------------------------
@@ -297,7 +306,8 @@ def test_every_key_that_peft_declares_is_known_or_refused(tmp_path: Path) -> Non
             with pytest.raises(UnsupportedError, match=key):
                 read_adapter(folder, model)
         if "bias" in declared:
-            with pytest.raises(UnsupportedError, match="bias"):
+            refused = FormatError if kind in ("LORA", "ADALORA") else UnsupportedError
+            with pytest.raises(refused, match="bias"):
                 read_adapter(configured(tmp_path, names[kind], bias="all"), model)
 
 

@@ -310,6 +310,20 @@ def test_both_orders_and_the_names_of_others_say_the_same(tmp_path: Path) -> Non
     assert model.adapters[4:] == ("e", "f", "g")
 
 
+def test_methods_of_others_say_what_to_do() -> None:
+    model = LanguageModel(ours(base("llama")))
+    for name, do in (
+        ("set_adapter", "adapter_names"),
+        ("disable_adapters", "adapter_names"),
+        ("merge_and_unload", "merge_adapter"),
+        ("print_trainable_parameters", r"adapter.parameters\(\)"),
+        ("resize_token_embeddings", "transformers"),
+    ):
+        assert not hasattr(model, name)
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'.*{do}"):
+            getattr(model, name)
+
+
 REFUSED: Mapping[str, tuple[Any, type[Exception], str]] = {
     "no config": (lambda m: m.add_adapter("a"), RequestError, "es.LoraConfig"),
     "two configs": (
@@ -405,7 +419,10 @@ REFUSED: Mapping[str, tuple[Any, type[Exception], str]] = {
         lambda m: m.add_adapter("a", es.LoraConfig(layers_to_transform=[99])),
         RequestError, "names no projection",
     ),
-    "biases": (lambda m: es.LoraConfig(bias="all"), UnsupportedError, "bias"),
+    "biases of nobody": (lambda m: es.LoraConfig(bias="some"), RequestError, "'lora_only'"),
+    "biases in two ways": (
+        lambda m: es.LoraConfig(bias="all", modules_to_save=["norm"]), RequestError, "both train"
+    ),
     "whole modules that are no list": (
         lambda m: es.LoraConfig(modules_to_save="lm_head"), RequestError, "modules_to_save"
     ),

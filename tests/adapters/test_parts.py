@@ -69,9 +69,21 @@ DENSE: Mapping[str, Callable[[], Any]] = {
     "kept tied": _lora(modules_to_save=["embed_tokens"], ensure_weight_tying=True),
     "ranks kept tied": _lora(target_modules=BOTH, ensure_weight_tying=True),
     "a parameter": _lora(target_modules=[], target_parameters=["o_proj.weight"]),
+    "all biases": _lora(target_modules=["q_proj", "down_proj"], bias="all"),
+    "its biases": _lora(target_modules=["q_proj", "down_proj"], bias="lora_only"),
+    "its biases beside a dora": _lora(bias="lora_only", use_dora=True),
 }
 MADE: Mapping[tuple[str, str], Callable[[], Any]] = {
     **{(form, name): made for form in ("untied", "tied") for name, made in DENSE.items()},
+    ("untied", "biases of its own, too"): _lora(bias="all", lora_bias=True),
+    ("untied", "adalora, biases"): lambda: peft.AdaLoraConfig(
+        init_r=4,
+        target_r=2,
+        total_step=9,
+        init_lora_weights=False,
+        target_modules=["q_proj"],
+        bias="lora_only",
+    ),
     **{
         ("scaled", name): DENSE[name]
         for name in ("embeddings", "both", "whole frame", "whole norms", "tokens", "tokens alone")
@@ -80,6 +92,8 @@ MADE: Mapping[tuple[str, str], Callable[[], Any]] = {
     ("layer norms", "whole"): _lora(
         target_modules=["c_attn"], modules_to_save=["ln_1", "ln_f", "c_fc"]
     ),
+    ("layer norms", "all biases"): _lora(target_modules=["c_attn"], bias="all"),
+    ("layer norms", "its biases"): _lora(target_modules=["c_attn"], bias="lora_only"),
     **{
         (form, name): made
         for form in ("mixtral", "qwen3_moe")
@@ -122,8 +136,8 @@ def shaken(module: Any, seed: int = 2) -> Any:
     """The same, with random numbers added to all that learns."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for _, weight in module.named_parameters():
-            if weight.requires_grad:
+        for name, weight in module.named_parameters():
+            if weight.requires_grad and "ranknum" not in name:  # a count, which no file holds
                 noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
                 weight.add_(0.3 * noise)
     return module
@@ -292,6 +306,11 @@ LEARNING: Mapping[tuple[str, str], Any] = {
     ("layer norms", "whole"): es.LoraConfig(
         r=3, target_modules=["c_attn"], modules_to_save=["ln_1", "c_fc"]
     ),
+    ("untied", "all biases"): es.LoraConfig(r=3, target_modules=["q_proj"], bias="all"),
+    ("layer norms", "all biases"): es.LoraConfig(r=3, target_modules=["c_attn"], bias="all"),
+    ("layer norms", "its biases"): es.LoraConfig(
+        r=3, target_modules=["c_attn"], bias="lora_only", use_dora=True
+    ),
     ("untied", "tokens"): es.LoraConfig(**SOME, trainable_token_indices=[9, 5]),
     ("tied", "tokens"): es.LoraConfig(**SOME, trainable_token_indices=[9, 5]),
     ("untied", "tokens of both"): es.LoraConfig(
@@ -369,12 +388,35 @@ def test_it_begins_and_learns_as_pefts_does(form: str, name: str, tmp_path: Path
     assert close(logits, found.logits.detach(), 1e-12)
 
 
+@pytest.mark.parametrize("targets", [["embed_tokens", "lm_head"], ["lm_head"], ["embed_tokens"]])
+def test_low_ranks_that_are_to_stay_tied_are_refused_by_name(targets: list[str]) -> None:
+    """PEFT trains two tensors in one memory there."""
+    model = LanguageModel(ours(base("tied")))
+    config = es.LoraConfig(r=2, target_modules=targets, ensure_weight_tying=True)
+    with pytest.raises(UnsupportedError, match="ensure_weight_tying is not supported"):
+        model.add_adapter("a", config)
+    with pytest.raises(UnsupportedError, match="ensure_weight_tying is not supported"):
+        es.Trainer(
+            model,
+            es.TrainingArguments("unused", save_strategy="no"),
+            train_dataset=[{"input_ids": [5, 9], "labels": [5, 9]}],
+            peft_config=config,
+        )
+    assert model.adapters == ()
+
+
 def shaken_alike(tensors: Mapping[str, Tensor]) -> None:
     """Values far from doing nothing, the same for both sides."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for _, one in sorted(tensors.items()):
             one.add_(0.2 * torch.randn(one.shape, generator=generator).to(one))
+
+
+FIXED = {
+    ("tied", "ranks kept tied"): "ensure_weight_tying",
+    ("untied", "adalora, biases"): "target_r",
+}
 
 
 @pytest.mark.parametrize(("form", "name"), MADE, ids=IDS)
@@ -389,8 +431,8 @@ def test_what_peft_saved_learns_and_is_saved_again(form: str, name: str, tmp_pat
     with torch.no_grad():
         loaded = quiet(lambda: peft.PeftModel.from_pretrained(copy.deepcopy(base(form)), tmp_path))
         assert close(loaded.double()(READ).logits, expected)
-    if name == "ranks kept tied" and form == "tied":
-        with pytest.raises(UnsupportedError, match="ensure_weight_tying"):
+    if (form, name) in FIXED:
+        with pytest.raises(UnsupportedError, match=FIXED[form, name]):
             model.load_adapter(folder, "b", is_trainable=True)
         return
     adapter = model.load_adapter(folder, "b", is_trainable=True)
@@ -441,6 +483,26 @@ def test_what_the_native_executor_lacks_runs_on_torch_operators_with_a_reason() 
     read_adapter(folder["a parameter"], native.core)
     native.load_adapter(folder["a parameter"], "plain")
     native.generate(READ, adapter_names="plain", max_new_tokens=2)
+
+
+def test_biases_of_projections_run_natively_row_by_row() -> None:
+    """Beside a row without, and where a DoRA leaves the bias as long as it is."""
+    names = ("its biases", "its biases beside a dora", "all biases")
+    model = LanguageModel(ours(base("untied"), torch.float32), executor="native")
+    for name in names:
+        model.load_adapter(trained("untied", name)[0], name)
+    said = model.generate(
+        READ.repeat(5, 1),
+        adapters=[*names, None, {"its biases": 0.5, "all biases": -1.0}],
+        max_new_tokens=2,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    for row, name in enumerate(names):
+        assert close(said.logits[0][row].double(), trained("untied", name)[1][0, -1], 1e-4)
+    mixed = model(READ, adapters={"its biases": 0.5, "all biases": -1.0}).logits
+    assert close(said.logits[0][3], model(READ).logits[0, -1], 1e-4)
+    assert close(said.logits[0][4], mixed[0, -1], 1e-4)
 
 
 @pytest.mark.parametrize("codes", ["int8", "int4"])
@@ -532,6 +594,7 @@ def _same(held: Tensors) -> Tensors:
 
 
 TOKEN_ROWS = f"{ROWS_A}.token_adapter.trainable_tokens_delta"
+PROJECTED = "base_model.model.model.layers.0.self_attn"
 WRONG: Mapping[str, tuple[str, str, dict[str, Any], Callable[[Tensors], Tensors], str]] = {
     "a value that is no number": (
         "tied", "both", {}, _with(f"{HEAD}.lora_A.weight", lambda x: x * torch.nan), "finite"
@@ -603,6 +666,14 @@ WRONG: Mapping[str, tuple[str, str, dict[str, Any], Callable[[Tensors], Tensors]
         "mixtral", "experts", {},
         _with(f"{EXPERT}.lora_A.weight", lambda x: x[:12].contiguous()), "does not fit",
     ),
+    "a bias that is missing": (
+        "untied", "all biases", {}, _cut(f"{PROJECTED}.k_proj.bias"), "bias names biases"
+    ),
+    "a bias of another size": (
+        "untied", "its biases", {},
+        _with(f"{PROJECTED}.q_proj.base_layer.bias", lambda x: x[:5].contiguous()), "does not fit",
+    ),
+    "biases that nobody named": ("untied", "its biases", {"bias": "none"}, _same, "not part of"),
     "a key of tomorrow": ("tied", "both", {"use_tomorrow": True}, _same, "use_tomorrow"),
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import everystep as es
-from everystep.cli.adapters import AskedAdapter, asked_adapters
+from everystep.cli.adapters import AskedAdapter, asked_adapters, named_adapters
 from everystep.errors import RequestError
 from tests.cli.running import Caller
 from tests.cli.tiny_model import write_tiny_model
@@ -109,6 +109,13 @@ def test_what_cannot_be_read_is_named(texts: list[str], parts: list[str]) -> Non
     with pytest.raises(RequestError) as caught:
         asked_adapters(texts)
     assert all(part in str(caught.value) for part in parts)
+
+
+def test_a_server_names_an_adapter_by_its_folder() -> None:
+    assert named_adapters(["x/mine", "poet=y/b"]) == {"mine": "x/mine", "poet": "y/b"}
+    for texts, told in ((["x/mine@0.5"], "who asks for an adapter"), (["x/a", "y/a"], "one name")):
+        with pytest.raises(RequestError, match=told):
+            named_adapters(texts)
 
 
 def test_a_folder_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import everystep as es
 import everystep.nn.loss
 from everystep.api.model import LanguageModel
 from everystep.errors import RequestError, UnsupportedError
-from tests.models.tiny import ids, ours, reference_decoder, reference_t5
+from tests.models.tiny import ids, ours, reference_decoder, reference_pair, reference_t5
 
 IDS = ids(3, 11)
 LABELS = IDS.clone()
@@ -231,3 +231,39 @@ def test_settings_of_a_loss_that_cannot_be(
         pair[1](IDS, **{"labels": LABELS, **given})
     with pytest.raises(RequestError, match="mode is not valid"):
         pair[1].train("yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_labels_of_an_encoder_say_what_the_decoder_reads(kind: str) -> None:
+    """As in transformers: each one's predecessor, after the start token."""
+    reference = reference_pair(kind, torch.float64)
+    reference.config.decoder_start_token_id, reference.config.pad_token_id = 3, 1
+    config = es.GenerationConfig(decoder_start_token_id=3, pad_token_id=1)
+    model = LanguageModel(ours(reference), config, executor="torch")
+    with torch.no_grad():
+        wanted = reference(IDS, labels=LABELS)
+    found = model(IDS, labels=LABELS)
+    assert (found.logits - wanted.logits).abs().max() < 1e-6
+    assert float(found.loss) == pytest.approx(float(wanted.loss), rel=1e-6)
+    with pytest.raises(RequestError, match=r"what its decoder reads.*or labels"):
+        model(IDS)
+    bare = LanguageModel(ours(reference_pair(kind, torch.float64)), executor="torch")
+    if getattr(bare.config, "decoder_start_token_id", None) is None:
+        with pytest.raises(RequestError, match="no first token of a decoder"):
+            bare(IDS, labels=LABELS)
+
+
+def test_a_loss_that_teaches_nothing_is_refused_in_training_mode() -> None:
+    """torch says nothing of the model when its backward fails."""
+    model = LanguageModel(ours(reference_decoder("llama", torch.float64)))
+    assert not model(IDS, labels=LABELS).loss.requires_grad
+    model.train()
+    with pytest.raises(RequestError, match=r"nothing learns from this loss.*requires_grad_\(\)"):
+        model(IDS, labels=LABELS)
+    with torch.no_grad():
+        assert model(IDS, labels=LABELS).loss > 0
+    model.requires_grad_()
+    model(IDS, labels=LABELS).loss.backward()
+    assert all(one.grad is not None for one in model.parameters())
+    with pytest.raises(RequestError, match="this one has none"):
+        model(IDS, decoder_input_ids=IDS)

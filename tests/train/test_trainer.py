@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,17 @@ import transformers
 
 import everystep as es
 from everystep.api.model import LanguageModel
-from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError
+from everystep.errors import (
+    AbsentAttributeError,
+    RequestError,
+    UnknownArgumentError,
+    UnsupportedError,
+)
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 from everystep.train.callbacks import log_of
+from everystep.train.other_names import OTHER_METHODS, OTHER_PARTS
+from tests.executors.models import narrow_model
 from tests.models.tiny import ours, reference_decoder, reference_t5
 from tests.train.runs import padded, trainer
 
@@ -29,7 +38,7 @@ QUICK = {"max_steps": 3, "gradient_accumulation_steps": 1, "save_strategy": "no"
 
 def made(tmp_path: Path, model: Any = None, rows: Any = ROWS, **given: Any) -> es.Trainer:
     names = ("eval_dataset", "compute_loss", "compute_loss_func", "compute_metrics", "callbacks")
-    names += ("processing_class", "peft_config", "optimizers")
+    names += ("processing_class", "peft_config", "optimizers", "preprocess_logits_for_metrics")
     of_trainer = {name: given.pop(name) for name in names if name in given}
     said = {"disable_tqdm": True, **QUICK, **given}
     args = es.TrainingArguments(output_dir=tmp_path, **said)
@@ -92,6 +101,98 @@ def test_callbacks_are_told_what_transformers_tells(tmp_path: Path) -> None:
         **given,
     ).train()
     assert own.events == theirs.events
+
+
+def test_what_is_logged_has_the_names_of_transformers(tmp_path: Path) -> None:
+    """And as many operations of numbers are counted."""
+    given = {"per_device_train_batch_size": 2, "max_steps": 4, "logging_steps": 2}
+    given |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
+    given |= {"disable_tqdm": True}
+    unseen = [{**one, "input_ids": [6, *one["input_ids"][1:]]} for one in ROWS[:3]]
+    reference = reference_decoder("llama", torch.float32)
+    model = LanguageModel(ours(reference))
+    theirs = transformers.Trainer(
+        reference,
+        transformers.TrainingArguments(
+            output_dir=str(tmp_path / "theirs"), use_cpu=True, report_to="none", **given
+        ),
+        padded,
+        ROWS,
+        {"near": unseen},
+    )
+    run = made(tmp_path / "ours", model, eval_dataset={"near": unseen}, **given)
+    results = theirs.train(), run.train()
+    own = {*results[1].metrics} - {"total_flos"}  # what prints theirs takes that away
+    assert {*results[0].metrics} - {"epoch"} == own
+    histories = [[{*one} for one in each.state.log_history] for each in (theirs, run)]
+    assert histories[0] == histories[1] and len(histories[0]) == 5
+    assert run.state.total_flos == theirs.state.total_flos > 0
+    told = theirs.predict(unseen).metrics, run.predict(unseen).metrics
+    assert told[0].keys() == told[1].keys()
+
+
+def test_a_script_of_transformers_changes_by_its_import(tmp_path: Path) -> None:
+    """Whatever an argument's default says is taken where it is what happens here."""
+    mine = {one.name for one in dataclasses.fields(es.TrainingArguments)}
+    theirs = transformers.TrainingArguments(str(tmp_path))
+    refused = {}
+    for one in dataclasses.fields(transformers.TrainingArguments):
+        if not one.init:
+            continue
+        usual = one.default
+        if usual is dataclasses.MISSING:
+            usual = getattr(theirs, one.name)
+        try:
+            es.TrainingArguments(str(tmp_path), **({} if one.name in mine else {one.name: usual}))
+        except UnsupportedError as error:
+            refused[one.name] = str(error)
+    # Their defaults say something that does not happen here, or nothing at all.
+    assert {*refused} == {
+        *("dataloader_pin_memory", "do_train", "do_eval", "do_predict", "log_on_each_node"),
+        *("logging_nan_inf_filter", "remove_unused_columns"),
+        "restore_callback_states_from_checkpoint",
+    }
+    assert es.TrainingArguments("x", fp16=False, report_to=None, disable_tqdm=None).reports == ()
+    assert es.TrainingArguments("x", use_cpu=True).output_dir == "x"
+    written = es.TrainingArguments("x", fp16=False).to_dict()
+    assert es.TrainingArguments(**written) == es.TrainingArguments("x")
+    with pytest.raises(RequestError, match="use_cpu is not valid"):
+        es.TrainingArguments(use_cpu=1)
+
+
+def test_logits_may_be_reduced_before_they_are_kept(tmp_path: Path) -> None:
+    def accuracy(found: es.EvalPrediction) -> dict[str, float]:
+        best, labels = found
+        assert best.shape == labels.shape == (8, 4)
+        return {"accuracy": float((best[:, 1:-1] == labels[:, 2:]).mean())}
+
+    def best(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        assert logits.shape[:2] == labels.shape
+        return logits.argmax(-1)
+
+    given = {"eval_dataset": ROWS, "compute_metrics": accuracy}
+    run = made(tmp_path, preprocess_logits_for_metrics=best, **given)
+    assert 0 <= run.evaluate()["eval_accuracy"] <= 1
+    whole = made(tmp_path, run.model).predict(ROWS).predictions
+    assert (run.predict(ROWS).predictions == whole.argmax(-1)).all()
+    with pytest.raises(RequestError, match="gave something else"):
+        made(tmp_path, preprocess_logits_for_metrics=lambda *_: None, **given).evaluate()
+    with pytest.raises(RequestError, match="has no effect where answers are generated"):
+        made(tmp_path, preprocess_logits_for_metrics=best, predict_with_generate=True, **given)
+
+
+def test_names_of_transformers_say_what_to_do(tmp_path: Path) -> None:
+    for name, do in OTHER_PARTS.items():
+        with pytest.raises(UnsupportedError, match=re.escape(do)):
+            es.Trainer(tiny_llama(vocab_size=97), **{name: object()})
+    with pytest.raises(UnknownArgumentError, match="Perhaps you meant train_dataset"):
+        es.Trainer(tiny_llama(vocab_size=97), train_data=ROWS)
+    run = made(tmp_path)
+    for name, do in OTHER_METHODS.items():
+        assert not hasattr(es.Trainer, name)
+        with pytest.raises(AbsentAttributeError, match=re.escape(do)):
+            getattr(run, name)
+    assert not hasattr(run, "nothing")
 
 
 def test_a_callback_that_gives_something_else_is_refused(tmp_path: Path) -> None:
@@ -182,6 +283,21 @@ def test_evaluation_generates_what_the_model_would(tmp_path: Path) -> None:
         assert reply.logprobs is not None
     assert metrics["eval_exact"] == 1.0 and metrics["eval_loss"] < 0.2
     assert found.predictions.shape[0] == found.label_ids.shape[0] == 3
+
+
+def test_answers_that_end_by_their_length_are_told(tmp_path: Path) -> None:
+    """A model that was never taught its end writes on and on, which takes long."""
+    run = made(tmp_path, eval_dataset=ROWS, predict_with_generate=True, generation_max_length=2)
+    run.model.generation_config.eos_token_id = None
+    state = torch.get_rng_state()
+    with pytest.warns(UserWarning, match="8 of 8 answers ended by their length"):
+        run.evaluate()
+    sampled = es.GenerationConfig(do_sample=True, temperature=2.0, max_new_tokens=3)
+    given = {"eval_dataset": ROWS, "predict_with_generate": True, "generation_config": sampled}
+    with pytest.warns(UserWarning, match="ended by their length"):
+        found = made(tmp_path, run.model, **given).predict(ROWS)
+    assert found.predictions is not None and found.predictions.shape == (8, 3)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_metrics_of_logits(tmp_path: Path) -> None:
@@ -358,6 +474,51 @@ def test_rollouts_are_of_the_weights_as_they_are_now(tmp_path: Path) -> None:
             assert torch.allclose(one.logprobs.logprobs, own, atol=1e-4)
 
 
+def apart(model: Any, tokenizer: Any, prompts: list[list[int]], count: int) -> torch.Tensor:
+    """How far samples are, token by token, from the log-probabilities of the training forward."""
+    torch.manual_seed(1)
+    adapter = model.add_adapter("policy", es.LoraConfig(r=8, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, one in adapter.named_parameters():
+            if "lora_B" in name:
+                one.normal_(0, 0.02)
+    options = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": count, "seed": 3}
+    options |= {"adapter_names": "policy", "logprobs": 0, "return_dict_in_generate": True}
+    found = []
+    for prompt, each in zip(
+        prompts, es.generate(model, tokenizer, prompts, **options), strict=True
+    ):
+        for one in each:
+            ids = torch.tensor([[*prompt, *one.tokens]])
+            labels = ids.clone()
+            labels[:, : len(prompt)] = -100
+            told = {"output_logits": False, "output_logprobs": True, "adapter_names": "policy"}
+            learned = model(ids, labels=labels, **told).logprobs[0, len(prompt) :].detach()
+            found.append((learned - one.logprobs.logprobs).abs())
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("codes", [None, "int8", "int4"])
+def test_samples_are_near_what_the_training_forward_says(codes: Any) -> None:
+    """By rounding alone in float32; over codes an activation may be rounded to either side."""
+    model = LanguageModel(narrow_model("llama", codes, panels=True))
+    model.generation_config.eos_token_id = None
+    found = apart(model, None, [[5, 9], [7, 8, 9]], 16)
+    assert len(found) == 2 * 4 * 16 and model.runs_on.startswith("native")
+    mean, most = (1e-6, 1e-4) if codes is None else (0.02, 0.2)
+    assert found.mean() < mean and found.max() < most
+
+
+@pytest.mark.model
+def test_samples_of_the_default_model_are_near_what_the_training_forward_says() -> None:
+    """As far as the guide says, in its 4 bits."""
+    model, tokenizer = es.load("smollm2-135m-instruct")
+    texts = ("The sky is", "Once upon a time", "Who are you?")
+    found = apart(model, tokenizer, [tokenizer.encode(one) for one in texts], 24)
+    assert model.runs_on.startswith("native")
+    assert 0.005 < found.mean() < 0.15 and found.max() < 1.0
+
+
 def test_a_frozen_copy_is_of_the_weights_of_now_and_runs_natively() -> None:
     model = tiny_llama(vocab_size=97, dtype=torch.float32).requires_grad_()
     ids = torch.tensor([[5, 9, 11]])
@@ -413,7 +574,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"fp16": True}, UnsupportedError, "bf16"),
     ({"deepspeed": "x.json"}, UnsupportedError, "torchrun"),
     ({"push_to_hub": True}, UnsupportedError, "huggingface_hub"),
-    ({"remove_unused_columns": False}, UnsupportedError, "error by name"),
+    ({"remove_unused_columns": True}, UnsupportedError, "error by name"),
     ({"evaluation_strategy": "steps"}, UnsupportedError, "eval_strategy"),
     ({"warmup_ratio": 0.1}, UnsupportedError, "warmup_steps"),
     ({"learning_rate": -1}, RequestError, "learning_rate"),

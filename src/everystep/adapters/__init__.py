@@ -24,6 +24,7 @@ from everystep.adapters.changes import (
     Magnitude,
     NormChange,
     OutputScaling,
+    Shift,
 )
 from everystep.adapters.known import (
     Adapters,
@@ -74,6 +75,7 @@ __all__ = [
     "PeftAdapter",
     "STEER",
     "STEERED_LAYERS",
+    "Shift",
     "SteeringAdapter",
     "adapted",
     "learning",

@@ -184,6 +184,34 @@ class Kronecker(Addition):
         return torch.kron(self.left.to(dtype), self.right.to(dtype))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Shift(Addition):
+    """`vector` (rows,) more of the bias, whatever is read: a bias that was trained.
+
+    `width`: the size of what is read.
+    """
+
+    vector: Tensor
+    width: int
+    start: int = 0
+
+    @property
+    def rows(self) -> int:
+        return len(self.vector)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.vector.expand(*x.shape[:-1], self.rows)
+
+    def product(self, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(self.rows, self.width, dtype=dtype, device=self.vector.device)
+
+    def in_weight(self, matrix: Tensor, weight: float) -> Tensor:
+        return matrix
+
+    def in_bias(self, bias: Tensor | None, weight: float) -> Tensor | None:
+        return _shifted(bias, self.vector, weight)
+
+
 # --- whole modules and rows ---------------------------------------------------------------------
 
 

@@ -84,7 +84,7 @@ class AdapterPlan:
         kind, known = _kind(config), parts_of(model)
         transposed = any(one.part.transposed for one in known.projections.values())
         _require_known(config, kind, transposed=transposed)
-        left, parts = sorted_parts(names, config, known)
+        left, parts = sorted_parts(names, config, model, known)
         shared, modules = _sorted(left, kind, alone=not parts)
         found = tuple(
             (require_target(known.maps, name, model), held) for name, held in modules.items()
@@ -322,7 +322,7 @@ def _require_known(config: Fields, kind: AdapterKind, *, transposed: bool) -> No
 
     `transposed`: weights lie so in checkpoints, which `fan_in_fan_out` says of them.
     """
-    config.choice("bias", {"none": None}, "none")
+    config.choice("bias", dict.fromkeys(kind.biases), "none")
     known = _IDLE | kind.keys | {"bias", "init_lora_weights"}
     for key, value in config.values.items():
         right = transposed and key == "fan_in_fan_out"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from everystep.adapters.adapter import TABLE
 from everystep.adapters.peft_adapter import AdapterPlan, PeftAdapter
 from everystep.adapters.peft_kinds import scale_patterns, setting_of
-from everystep.adapters.peft_parts import BASE, PREFIX, own_values
+from everystep.adapters.peft_parts import BASE, PREFIX, own_biases, own_values
 from everystep.adapters.targets import AdaptableParts, Target, Targets, parts_of
 from everystep.config.kinds import is_integer, is_number, require
 from everystep.errors import RequestError, UnsupportedError, nearest, shown
@@ -39,7 +39,9 @@ class LoraConfig:
     that learn as a whole. `trainable_token_indices`: ids whose rows of the table learn, and of the
     head where that is the table; or such lists by module. `target_parameters`: ends of names of
     parameters, as "mlp.experts.gate_up_proj" for all experts of a layer. `ensure_weight_tying`:
-    a table that learns as a whole stays the head of a model that has one matrix for both.
+    a table that learns as a whole stays the head of a model that has one matrix for both. `bias`:
+    the model's own biases that learn beside it, "none", "all", or "lora_only" for those of the
+    modules with low ranks; `lora_bias` gives it biases of its own.
     `init_lora_weights`: True for PEFT's own way, which adds nothing at first, "gaussian" likewise
     from a normal distribution, False for random values.
     """
@@ -75,13 +77,11 @@ class LoraConfig:
         _require_parts(self)
         fits = isinstance(begun, bool) or begun == "gaussian"
         require(fits, "init_lora_weights", "True, False or 'gaussian'", begun)
-        if self.bias != "none":
-            raise UnsupportedError(
-                "biases of the model below an adapter do not learn",
-                wanted="bias='none'",
-                got=f"bias={shown(self.bias)}",
-                do="Leave bias out, or pass lora_bias=True for biases of the adapter's own",
-            )
+        biases = ("none", "all", "lora_only")
+        require(self.bias in biases, "bias", " or ".join(map(repr, biases)), self.bias)
+        if self.bias == "all" and self.modules_to_save:
+            do = "Pass bias='lora_only', or name no modules to save"
+            raise RequestError("bias='all' and modules_to_save both train biases", do=do)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ def new_adapter(config: AdapterConfig, model: Model, name: str = "") -> PeftAdap
             tensors |= {f"{PREFIX}{module}.{what}": one for what, one in pair.items()}
         whole = own_values(values, model, known)
         _refuse_twice([one.module for one in chosen], [home for _, home, _, _ in parameters], whole)
-        tensors |= whole
+        tensors |= whole | own_biases(values, model, known, [one.module for one in chosen])
         tensors = {name: one.to(model.device, wide) for name, one in tensors.items()}
     plan = AdapterPlan.of(values, tensors, model)
     found = PeftAdapter(plan, tensors)

@@ -73,8 +73,8 @@ class AdapterKind:
 
     `keys`: the settings that it computes by. `tensors`: what a module may have, and `needed`: the
     sets of which it has one. `shared`: what all modules have in common. `turned`: whether its
-    tensors mean the same where checkpoints hold weights transposed. `make`: makes the change of a
-    module.
+    tensors mean the same where checkpoints hold weights transposed. `biases`: which biases of the
+    model it may have trained. `make`: makes the change of a module.
     """
 
     name: str
@@ -84,6 +84,7 @@ class AdapterKind:
     needed: tuple[frozenset[str], ...]
     shared: frozenset[str] = frozenset()
     turned: bool = False
+    biases: frozenset[str] = frozenset({"none"})
 
 
 def scale_patterns(config: Fields) -> dict[str, Patterns]:
@@ -309,6 +310,7 @@ _FACTORS = tuple(
     for left in (("lokr_w1",), ("lokr_w1_a", "lokr_w1_b"))
     for right in (("lokr_w2",), ("lokr_w2_a", "lokr_w2_b"))
 )
+_BIASES = frozenset({"none", "all", "lora_only"})
 _SCALES = frozenset({"r", "alpha", "rank_pattern", "alpha_pattern", "modules_to_save"})
 
 KINDS: Mapping[str, AdapterKind] = {
@@ -325,6 +327,7 @@ KINDS: Mapping[str, AdapterKind] = {
         _PLAIN | _ROWS | {"lora_B.bias", "lora_magnitude_vector"},
         (_PLAIN, _ROWS),
         turned=True,
+        biases=_BIASES,
     ),
     "LOHA": AdapterKind("LoHa", _loha, _SCALES, _SIDES, (_SIDES,)),
     "LOKR": AdapterKind("LoKr", _lokr, _SCALES, frozenset().union(*_FACTORS), _FACTORS),
@@ -335,6 +338,7 @@ KINDS: Mapping[str, AdapterKind] = {
         _PLAIN | {"lora_E"},
         (_PLAIN | {"lora_E"},),
         turned=True,
+        biases=_BIASES,
     ),
     "VERA": AdapterKind(
         "VeRA",

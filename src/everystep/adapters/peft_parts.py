@@ -22,6 +22,7 @@ from everystep.adapters.changes import (
     Delta,
     NormChange,
     Replacement,
+    Shift,
     TokenRows,
 )
 from everystep.adapters.peft_kinds import scale_patterns, setting_of
@@ -41,6 +42,7 @@ from everystep.nn.linear import dense
 PREFIX = "base_model.model."
 TOKENS = "trainable_tokens_delta"
 BASE = ".base_layer"
+_LOW_RANK = re.compile(r"(.+?)\.lora_(A|embedding_A)(\.weight)?")
 _OF_EXPERTS = re.compile(rf"(.+?)((?:\{BASE})*)\.lora_([AB])\.weight")
 
 Change = AdapterChange | NormChange
@@ -149,6 +151,92 @@ class WholeExperts(AdapterPart):
             yield key, Replacement(one - dense(part_at(network, key).matrix()).to(one))
 
 
+# --- biases ---------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class OwnBias(AdapterPart):
+    """The bias of a map of the model, which was trained beside the adapter."""
+
+    target: Target
+    names: Mapping[str, str]
+    learns: bool = True
+
+    def changes(self, model: Model, held: Held) -> Iterator[tuple[str, Change]]:
+        (name,), own, base = self.names.values(), self.target, self.target.bias(model)
+        bias = _require_shape(name, held[name], own.shape[:1])
+        if base is not None:
+            shift = own.part.loaded(bias) - base.to(bias)
+            yield own.key, Shift(shift, own.shape[1], own.part.start)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class OwnNormBias(AdapterPart):
+    """The bias of a norm of the model, likewise."""
+
+    target: NormTarget
+    names: Mapping[str, str]
+    learns: bool = True
+
+    def changes(self, model: Model, held: Held) -> Iterator[tuple[str, Change]]:
+        (name,), norm = self.names.values(), self.target.norm(model)
+        bias = _require_shape(name, held[name], (self.target.width,))
+        if norm.bias is not None:
+            yield self.target.key, NormChange(torch.zeros_like(bias), bias - norm.bias.to(bias))
+
+
+def biases_of(model: Model, known: AdaptableParts) -> dict[str, Tensor]:
+    """Return every bias of the model as checkpoints hold it, by the name of its module."""
+    maps = ((one, one.bias(model)) for one in known.maps.values())
+    found = {one.module: one.part.stored(own) for one, own in maps if own is not None}
+    norms = ((one.module, one.norm(model).bias) for one in known.norms.values())
+    return found | {module: own for module, own in norms if own is not None}
+
+
+def _asked_biases(
+    config: Fields, model: Model, known: AdaptableParts, adapted: Collection[str]
+) -> dict[str, Tensor]:
+    """Return the biases that a configuration trains, as the model has them, by their modules;
+    `adapted`: the modules that have low ranks."""
+    kind = config.text("bias", "none")
+    every = {} if kind == "none" else biases_of(model, known)
+    return {module: own for module, own in every.items() if kind == "all" or module in adapted}
+
+
+def own_biases(
+    config: Fields, model: Model, known: AdaptableParts, adapted: Collection[str]
+) -> dict[str, Tensor]:
+    """Return the biases with which an adapter begins, by PEFT's names: the model's own."""
+    return {
+        f"{PREFIX}{module}{BASE if module in adapted else ''}.bias": own.detach().clone()
+        for module, own in _asked_biases(config, model, known, adapted).items()
+    }
+
+
+def _bias_parts(
+    config: Fields, held: Mapping[str, str], model: Model, known: AdaptableParts, left: list[str]
+) -> Iterator[AdapterPart]:
+    """Yield the biases that an adapter holds, by their modules; FormatError where some that the
+    configuration names are missing. `left`: the names of its low ranks."""
+    matched = (_LOW_RANK.fullmatch(known.in_whole(one.removeprefix(PREFIX))) for one in left)
+    adapted = {one[1] for one in matched if one is not None}
+    wanted = _asked_biases(config, model, known, adapted)
+    if missing := sorted({*wanted} - {*held}):
+        raise FormatError(
+            f"{config.where}: bias names biases that the adapter does not hold",
+            wanted=f"{PREFIX}{missing[0]}.bias",
+            got=f"{len(missing)} of {len(wanted)} are missing",
+            do="Save it with a newer PEFT, whose files have them",
+        )
+    for module, name in sorted(held.items()):
+        if module in known.norms:
+            yield OwnNormBias(known.norms[module], {"bias": name})
+        else:
+            yield OwnBias(known.maps[module], {"bias": name})
+
+
 # --- rows of tokens -------------------------------------------------------------------------------
 
 
@@ -221,7 +309,7 @@ class ExpertsPart(AdapterPart):
 
 
 def sorted_parts(
-    names: Iterable[str], config: Fields, known: AdaptableParts
+    names: Iterable[str], config: Fields, model: Model, known: AdaptableParts
 ) -> tuple[list[str], tuple[AdapterPart, ...]]:
     """Return the names that are left to the adapter's kind, and what the others are.
 
@@ -232,20 +320,25 @@ def sorted_parts(
     whole: dict[str, dict[str, str]] = {}
     base: dict[str, dict[str, str]] = {}
     tokens: dict[str, str] = {}
+    biases: dict[str, str] = {}
     experts: dict[str, dict[int, dict[str, str]]] = {}
     homes = {name.rpartition(".")[0] for name in known.stacks}
     modules = {*known.maps, *known.norms}
     saved = saved_modules(config, known)
     frame = {known.table.module, known.head.module}
+    biased = modules if config.text("bias", "none") != "none" else set()
     for name in names:
         body = known.in_whole(name.removeprefix(PREFIX).replace(".modules_to_save.", "."))
         module, _, what = body.rpartition(".")
+        own = module.removesuffix(BASE)
         matched = _OF_EXPERTS.fullmatch(body)
         if what == TOKENS:
             tokens[module.removesuffix(".token_adapter")] = name
         elif matched is not None and matched[1] in homes:
             depth = len(matched[2]) // len(BASE)
             experts.setdefault(matched[1], {}).setdefault(depth, {})[f"lora_{matched[3]}"] = name
+        elif what == "bias" and own in biased and own not in saved:
+            biases[own] = name
         elif module.removesuffix(BASE) in frame and module.endswith(BASE):
             base.setdefault(module.removesuffix(BASE), {})[what] = name
         elif body in known.stacks and body in saved:
@@ -260,6 +353,7 @@ def sorted_parts(
         *(WholeMap(known.maps[one], held, learns=False) for one, held in base.items()),
         *_token_parts(config, tokens, known),
         *_experts_parts(config, experts, known),
+        *_bias_parts(config, biases, model, known, left),
     ]
     return left, tuple(parts)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -92,7 +92,8 @@ def forward(
     holds those of all positions at once. `input_features` (B, channels, frames):
     what an encoder of sounds reads; `encoder_outputs` stand in the place of an encoder's prompt.
     With one it is `decoder_input_ids` (B, T), or `decoder_inputs_embeds` (B, T, E) in their place,
-    that come after what is cached; keys and values of the encoder's states are cached beside them.
+    that come after what is cached, or else what stands before each of the `labels`; keys and values
+    of the encoder's states are cached beside them.
     `cache_position` (T,) says what holds anyway: S..S+T-1. `prompt_inputs`: pixels and grids,
     boxes, and what else the model's encoders read, as for `generate`; `adapter_names` and
     `adapters` name the adapters of all rows or of each, `steer` has vectors that are added after
@@ -104,8 +105,10 @@ def forward(
     require_loss_settings(
         num_items_in_batch, output_logits, output_logprobs, label_smoothing, labels
     )
-    decoded = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
     require_inputs(model, *own, decoder_input_ids, decoder_attention_mask, decoder_inputs_embeds)
+    if labels is not None and decoder_input_ids is decoder_inputs_embeds is None:
+        decoder_input_ids = labels_after_start(labels, model) if model.is_encoder_decoder else None
+    decoded = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
     encoded = states_in_place(encoder_outputs, input_ids, inputs_embeds, input_features)
     inputs = inputs_embeds if input_ids is None else input_ids
     given = inputs if decoded is None else decoded
@@ -147,6 +150,7 @@ def forward(
         found = label_losses(*predicted, model.vocab_size, smooths=label_smoothing > 0)
         items = found.count if num_items_in_batch is None else num_items_in_batch
         loss = found.smoothed(label_smoothing) / items
+        _require_learning(model, loss)
         if output_logprobs:
             each = label_logprobs(*predicted, model.vocab_size).view(len(whole), -1)
             # Nothing stands before the first label of a decoder.
@@ -156,6 +160,35 @@ def forward(
         result.hidden_states = tuple(heard.layers) if output_hidden_states else None
         result.attentions = tuple(heard.attentions) if output_attentions else None
     return result.to_tuple() if return_dict is False else result
+
+
+def _require_learning(model: OwnSubject, loss: Tensor) -> None:
+    """Refuse a loss in training mode of a model of which nothing learns, before its backward
+    fails."""
+    wanted = model.training and torch.is_grad_enabled() and not loss.requires_grad
+    if wanted and not model.anything_learns:
+        raise RequestError(
+            "nothing learns from this loss: no weight and no adapter requires gradients",
+            wanted="a model that learns, in training mode",
+            got="fixed weights",
+            do="Call model.requires_grad_() or model.add_adapter(...), or else model.eval()",
+        )
+
+
+def labels_after_start(labels: Tensor, model: Subject) -> Tensor:
+    """Return (B, T) what a decoder reads to predict its labels: each one's predecessor, after the
+    start token; RequestError where the model says none."""
+    own, config = model.generation_config, model.config
+    found = (own.decoder_start_token_id, getattr(config, "decoder_start_token_id", None))
+    start: Any = next((one for one in found if is_integer(one)), None)
+    pads = (own.pad_token_id, getattr(config, "pad_token_id", None))
+    pad: Any = next((one for one in pads if is_integer(one)), 0)
+    if start is None:
+        do = "Set model.generation_config.decoder_start_token_id, or pass decoder_input_ids"
+        raise RequestError("the model says no first token of a decoder", got=shown(found), do=do)
+    begin = torch.full_like(labels[:, :1], int(start))
+    shifted = torch.cat([begin, labels[:, :-1]], dim=1)
+    return shifted.masked_fill(shifted == NO_LABEL, int(pad))
 
 
 def _predicted(network: Network, states: Tensor, labels: Tensor) -> tuple[Head, Tensor, Tensor]:

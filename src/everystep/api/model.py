@@ -53,6 +53,21 @@ _FREE = ("media", "speech", "absent")
 """Owners whose keywords may become those of prompt inputs."""
 
 
+_NAMED = "Name adapters in each call, adapter_names=...: a call without runs the model as it is"
+_OTHER_METHODS: Mapping[str, str] = {
+    **dict.fromkeys(("set_adapter", "set_adapters", "enable_adapters", "active_adapters"), _NAMED),
+    **dict.fromkeys(("disable_adapter", "disable_adapters", "active_adapter"), _NAMED),
+    "merge_and_unload": "Call merge_adapter, or save_pretrained(folder, adapters=[...])",
+    "unload": "Call delete_adapter",
+    "get_adapter_state_dict": "Read adapter.tensors of what load_adapter or add_adapter returned",
+    "enable_input_require_grads": "Leave it out: gradients pass through frozen weights anyway",
+    "print_trainable_parameters": "Count adapter.parameters(), or model.parameters()",
+    "get_nb_trainable_parameters": "Count adapter.parameters(), or model.parameters()",
+    "resize_token_embeddings": "Resize the model with transformers, and load what it saves",
+}
+"""Methods of models of transformers and PEFT that are none here, with what to do."""
+
+
 @final
 class LanguageModel(LoopMethods, Subject):
     """A model with its generation defaults: one of this library, or a wrapped one of another.
@@ -112,7 +127,8 @@ class LanguageModel(LoopMethods, Subject):
                     f"a LanguageModel has no {name}: it is no torch.nn.Module",
                     do="Pass model.as_module() to what takes such a module",
                 )
-            raise AbsentAttributeError(f"a LanguageModel has no attribute {shown(name)}")
+            what = f"a LanguageModel has no attribute {shown(name)}"
+            raise AbsentAttributeError(what, do=_OTHER_METHODS.get(name))
 
     @property
     def core(self) -> Model | ForeignModel:

@@ -313,6 +313,13 @@ class OwnSubject(Holder):
     def training(self) -> bool:
         return self._training
 
+    @property
+    def anything_learns(self) -> bool:
+        """True where a weight of the model or of an adapter requires gradients."""
+        if any(one.learns for one in self._adapters.values()):
+            return True
+        return self.core.learns and any(one.requires_grad for _, one in self.named_parameters())
+
     def train(self, mode: bool) -> None:
         self._training = mode
         for adapter in self._adapters.values():

@@ -55,6 +55,20 @@ def asked_adapters(texts: Sequence[str] | None) -> tuple[AskedAdapter, ...]:
     return found
 
 
+def named_adapters(texts: Sequence[str] | None) -> dict[str, str]:
+    """Return the folders of adapters that are asked for by their names; RequestError for a weight,
+    which belongs to who asks."""
+    asked = asked_adapters(texts)
+    if whole := next((one for one in asked if one.weight != 1), None):
+        raise RequestError(
+            "--adapter has a weight, and who asks for an adapter says how much of it",
+            wanted="DIR or NAME=DIR",
+            got=f"{whole.folder}@{whole.weight:g}",
+            do="Leave the weight out, and send it: {'adapters': {NAME: WEIGHT}}",
+        )
+    return {one.name: str(one.folder) for one in asked}
+
+
 def with_adapters(model: Any, asked: Sequence[AskedAdapter]) -> dict[str, Any]:
     """Load them into a model, and return the arguments of a call that runs with them."""
     for one in asked:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from everystep.cli import command_options as o
+from everystep.cli.adapters import named_adapters
 from everystep.cli.serve import (
     Adapters,
     Named,
@@ -58,7 +59,7 @@ def run_batch(
     said: dict[str, Any] = {
         "model": source,
         "models": pairs(model, "--model"),
-        "adapters": pairs(adapter, "--adapter"),
+        "adapters": named_adapters(adapter),
         "steer": pairs(steer, "--steer"),
         "max_rows": max_rows,
         "threads": threads,

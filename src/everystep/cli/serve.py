@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from everystep.cli import command_options as o
+from everystep.cli.adapters import named_adapters
 from everystep.cli.terminal import is_terminal, note, write_line
 from everystep.errors import MissingExtraError, RequestError
 from everystep.files.sources import DEFAULT_MODEL
@@ -36,7 +37,9 @@ Named = Annotated[
 ]
 Adapters = Annotated[
     list[str] | None,
-    typer.Option("--adapter", metavar="NAME=DIR", help="Serve an adapter as a model. Repeatable."),
+    typer.Option(
+        "--adapter", metavar="[NAME=]DIR", help="Serve an adapter as a model. Repeatable."
+    ),
 ]
 Steering = Annotated[
     list[str] | None,
@@ -196,7 +199,7 @@ def serve(
     said: dict[str, Any] = {
         "model": source,
         "models": pairs(model, "--model"),
-        "adapters": pairs(adapter, "--adapter"),
+        "adapters": named_adapters(adapter),
         "steer": pairs(steer, "--steer"),
         "host": host,
         "port": port,

@@ -193,10 +193,12 @@ class Model:
                 raise RequestError(what, wanted=wanted, do="Leave decoder_inputs_embeds out")
             decoded = decoder_inputs_embeds
         if self.network.encodes != (decoded is not None):
-            raise RequestError(
-                "decoder_input_ids belong to models with an encoder, and only to them",
-                wanted="decoder_input_ids" if self.network.encodes else "none",
-            )
+            if self.network.encodes:
+                what = "a model with an encoder needs what its decoder reads"
+                do = "Pass decoder_input_ids, which begin with the start token, or labels"
+                raise RequestError(what, wanted="decoder_input_ids", got="none", do=do)
+            what = "decoder_input_ids belong to models with an encoder, and this one has none"
+            raise RequestError(what, wanted="none", do="Pass them as input_ids")
         if position_ids is not None and not self.has_positions:
             do = "Leave them out"
             raise UnsupportedError("this model knows no position_ids", do=do)

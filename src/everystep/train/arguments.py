@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
+from functools import wraps
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, Self, final, get_args
+from typing import Any, Literal, TypeVar, final, get_args
 
 from everystep.config import GenerationConfig
 from everystep.config.kinds import is_integer, is_number
-from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError, nearest, shown
+from everystep.errors import RequestError, UnsupportedError, shown
+from everystep.train.other_names import without_others
 from everystep.train.schedules import SCHEDULES
 
 Strategy = Literal["no", "steps", "epoch"]
@@ -26,45 +27,32 @@ _CHECKPOINTING = "activation_checkpointing gradient_checkpointing"
 _SHARES = "adam_beta1 adam_beta2 label_smoothing_factor"
 _FLAGS = """bf16 logging_first_step eval_on_start
     save_only_model load_best_model_at_end dataloader_drop_last
-    include_num_input_tokens_seen predict_with_generate disable_tqdm ignore_data_skip"""
+    include_num_input_tokens_seen predict_with_generate disable_tqdm ignore_data_skip
+    use_cpu"""
 _INTERVALS = "logging_steps eval_steps save_steps"
 
 REPORTS = ("tensorboard", "plot")
 """Who can be told of what is logged, beside the file of lines."""
 _REPORTS = " and ".join(map(repr, REPORTS))
 
-REFUSED: Mapping[str, str] = MappingProxyType(
-    {
-        "fp16": "Pass bf16=True: numbers of 16 bits with the range of float32 need no scaler",
-        "deepspeed": "Run the script under torchrun, where processes share the rows of batches",
-        "fsdp_config": "Pass fsdp=True: layers are gathered one by one when they are used",
-        "push_to_hub": "Upload the folder of the trained model with huggingface_hub",
-        "hub_model_id": "Upload the folder of the trained model with huggingface_hub",
-        "hub_token": "Upload the folder of the trained model with huggingface_hub",
-        "remove_unused_columns": "Leave it out: what the model does not read is an error by name",
-        "prediction_loss_only": "Leave compute_metrics out: without it there is the loss alone",
-        "label_names": "Name the column of labels 'labels'",
-        "torch_compile": "Leave it out",
-        "use_liger_kernel": "Leave it out: the loss never holds all logits anyway",
-        "neftune_noise_alpha": "Leave it out, or add noise in a loss of your own (compute_loss)",
-        "auto_find_batch_size": "Read trainer.estimate() and choose a batch size",
-        "dataloader_num_workers": "Leave it out: rows are made in the process that trains",
-        "optim_target_modules": "Pass optimizers=(optimizer, None) to the Trainer",
-        "full_determinism": "Leave it out: a run on a CPU repeats to the bit by itself",
-        "use_cache": "Leave it out: training keeps no cache, and generation is not changed by it",
-        "logging_nan_inf_filter": "Leave it out: a loss that is no number stops the run",
-        "warmup_ratio": "Pass warmup_steps=0.1, a share of all steps",
-        "evaluation_strategy": "Pass eval_strategy",
-        "group_by_length": "Pass train_sampling_strategy='group_by_length'",
-        "logging_dir": "TensorBoard's files lie in the folder 'runs' of output_dir",
-        "overwrite_output_dir": "Leave it out: checkpoints of another run are never overwritten",
-    }
-)
-"""Names of transformers that mean nothing here, with what to do."""
+_Made = TypeVar("_Made", bound=type[Any])
+
+
+def _taking_others(made: _Made) -> _Made:
+    """Return the class, which takes transformers' arguments that say what happens anyway."""
+    own = made.__init__
+
+    @wraps(own)
+    def begin(self: object, *args: object, **given: object) -> None:
+        own(self, *args, **without_others(given, {one.name for one in fields(made) if one.init}))
+
+    made.__init__ = begin
+    return made
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@_taking_others
+@dataclass(frozen=True)
 class TrainingArguments:
     """The choices of a `Trainer`: transformers' names, meanings and defaults, checked at once.
 
@@ -85,9 +73,12 @@ class TrainingArguments:
     in each step, for trained weights that one of the processes did not use; None: where the model,
     or a loss of your own, may leave out some. `fsdp=True`: each process has a part of the weights,
     of their gradients and of the optimizer (FSDP2), and layers are gathered when they are used.
+    `use_cpu=True`: a model elsewhere is refused. Other arguments of transformers' are taken where
+    their value says what happens here anyway, as `fp16=False`, and refused with a way out else.
     """
 
     output_dir: str | Path = "trainer_output"
+    _: KW_ONLY
     num_train_epochs: float = 3.0
     max_steps: int = -1
     per_device_train_batch_size: int = 8
@@ -138,16 +129,7 @@ class TrainingArguments:
     ddp_find_unused_parameters: bool | None = None
     ddp_timeout: int = 1800
     fsdp: bool | str | None = None
-
-    def __new__(cls, *args: object, **given: object) -> Self:
-        known = {one.name for one in fields(cls) if one.init}
-        for name in given.keys() - known:
-            if name in REFUSED:
-                raise UnsupportedError(f"{name} is no choice of this Trainer", do=REFUSED[name])
-            near = nearest(name, known)
-            do = f"Perhaps you meant {near}" if near else "See help(everystep.TrainingArguments)"
-            raise UnknownArgumentError(f"TrainingArguments knows no {name!r}", do=do)
-        return super().__new__(cls)
+    use_cpu: bool = False
 
     def __post_init__(self) -> None:
         def set_(name: str, value: object) -> None:
@@ -155,6 +137,9 @@ class TrainingArguments:
 
         for name in _NAMED:
             set_(name, _plain_name(getattr(self, name)))
+        for name, usual in (("disable_tqdm", False), ("report_to", "none")):
+            if getattr(self, name) is None:  # as scripts of transformers pass them
+                set_(name, usual)
         for name in ("trainable", "report_to"):
             value = getattr(self, name)
             if isinstance(value, list | tuple):

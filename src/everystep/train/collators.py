@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from everystep.api.forward import labels_after_start
 from everystep.api.model import LanguageModel
 from everystep.config.kinds import is_integer, is_number, require
 from everystep.errors import RequestError, UnsupportedError, shown
@@ -140,7 +141,7 @@ class DataCollatorForSeq2Seq:
         side = self.tokenizer.padding_side
         batch["labels"] = torch.stack([_line(one, length, NO_LABEL, side) for one in labels])
         if self.model is not None and self.model.is_encoder_decoder:
-            batch["decoder_input_ids"] = _after_start(batch["labels"], self.model)
+            batch["decoder_input_ids"] = labels_after_start(batch["labels"], self.model)
         elif self.model is not None:
             batch["labels"] = _predictable(batch["labels"], batch["attention_mask"])
         return batch
@@ -407,18 +408,3 @@ def _stacked(key: str, values: Sequence[Tensor]) -> Tensor:
             do="Make them equal, or write a collator: any callable from rows to a batch",
         )
     return torch.stack(list(values))
-
-
-def _after_start(labels: Tensor, model: LanguageModel) -> Tensor:
-    """Return (B, T) what a decoder reads to predict its labels: each one's predecessor."""
-    own, config = model.generation_config, model.config
-    found = (own.decoder_start_token_id, getattr(config, "decoder_start_token_id", None))
-    start: Any = next((one for one in found if is_integer(one)), None)
-    pads = (own.pad_token_id, getattr(config, "pad_token_id", None))
-    pad: Any = next((one for one in pads if is_integer(one)), 0)
-    if start is None:
-        do = "Set model.generation_config.decoder_start_token_id"
-        raise RequestError("the model says no first token of a decoder", got=shown(found), do=do)
-    begin = torch.full_like(labels[:, :1], int(start))
-    shifted = torch.cat([begin, labels[:, :-1]], dim=1)
-    return shifted.masked_fill(shifted == NO_LABEL, int(pad))

@@ -18,7 +18,7 @@ from everystep.api.model import LanguageModel
 from everystep.config.kinds import is_integer, require
 from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError, nearest, shown
 from everystep.files.strict_json import parse_list
-from everystep.images.tokenizer import has_pictures
+from everystep.images.tokenizer import PictureTokenizer, has_pictures
 from everystep.nn.loss import NO_LABEL
 from everystep.requests.prompts import Messages, TokenizerLike, is_messages
 from everystep.text.message_parts import refuse_unread_parts
@@ -31,7 +31,7 @@ Example: TypeAlias = Mapping[str, object]
 
 _ANSWERS = ("assistant", "model")
 """Roles of messages that the model is to write."""
-_OF_TEMPLATE = ("tools", "chat_template_kwargs")
+_OF_TEMPLATE = ("tools", "chat_template_kwargs", "images")
 _MASKS = ("completion_mask", "assistant_masks")
 """Keys of rows of ids that say what is learned, in the place of labels."""
 _KEYS: Mapping[Kind, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -160,7 +160,8 @@ def read_rows(
     `data`: as for `es.read_examples`. An example is {"text": ...}, {"prompt": ..., "completion":
     ...} of texts or messages, {"messages": [...]}, {"prompt": ..., "chosen": ..., "rejected": ...},
     or ids. Messages go through the tokenizer's chat template, with their `tools`, and begin with
-    the system message that `model` has for conversations, as in every call. Rows of ids may hold
+    the system message that `model` has for conversations, as in every call; pictures are parts of
+    them, or stand beside them as `images`. Rows of ids may hold
     what else the model reads, such as boxes and pixels. A row is made, and its example judged, when
     it is asked for. RequestError for an example of no form, or of another form than the first.
 
@@ -350,7 +351,8 @@ class _Reading:
             return self._of_messages([*before, *_messages(completion, name)], len(before), held)
         if any(key in held for key in _OF_TEMPLATE):
             do = "Give the prompt as messages, or leave them out"
-            raise RequestError("tools are for messages", got="a prompt that is a text", do=do)
+            what = f"{next(key for key in _OF_TEMPLATE if key in held)} are for messages"
+            raise RequestError(what, got="a prompt that is a text", do=do)
         prompt, completion = _text(prompt, "prompt"), _text(completion, name)
         first = self._encode(prompt)
         if self.has_encoder:
@@ -384,12 +386,11 @@ class _Reading:
     def _of_messages(self, said: Messages, first: int | None, held: Example) -> dict[str, Tensor]:
         """Return the row of a conversation; `first`: how many messages are its prompt, if any."""
         refuse_unread_parts(said)
-        if has_pictures(said):
-            do = "Make ids and pixels with tokenizer.apply_chat_template, add labels, pass those"
-            raise UnsupportedError("messages with pictures are not rendered here", do=do)
+        said = _with_images(said, held.get("images"))
         turns = list(said) if self.model is None else self.model.chat_defaults.begun(said)
         start = 0 if first is None else first + len(turns) - len(said)
         options = _template_options(held)
+        shown = self._shown(turns, options) if has_pictures(said) else {}
         whole = self._rendered(turns, options)
         completion_only = first is not None and self.form.completion_only_loss is not False
         learned = [not self.form.assistant_only_loss] * len(whole)
@@ -402,7 +403,27 @@ class _Reading:
                 if turn.get("role") in _ANSWERS and (place >= start or not completion_only):
                     begin, end = self._span(turns, place, whole, options)
                     learned[begin:end] = [True] * (end - begin)
-        return _made(whole, learned)
+        if shown:  # what stands for a picture is no text that anybody says
+            kinds = shown.pop("mm_token_type_ids").flatten().tolist()
+            learned = [one and not kind for one, kind in zip(learned, kinds, strict=True)]
+        return {**_made(whole, learned), **shown}
+
+    def _shown(self, turns: Messages, options: Mapping[str, object]) -> dict[str, Tensor]:
+        """Return the patches and grids of the pictures of a conversation, and which ids stand for
+        them; UnsupportedError where the tokenizer reads none."""
+        tokenizer = self.tokenizer
+        if not isinstance(tokenizer, PictureTokenizer):
+            raise UnsupportedError(
+                "messages show pictures, and this tokenizer reads none",
+                wanted="the tokenizer that es.load returns of a model that reads pictures",
+                got=type(tokenizer).__name__,
+                do="Leave the pictures out, or give rows of ids with what the model reads beside",
+            )
+        told: Any = options
+        found = tokenizer.apply_chat_template(
+            list(turns), tokenize=True, return_dict=True, return_tensors="pt", **told
+        )
+        return {name: found[name] for name in found if name not in ("input_ids", "attention_mask")}
 
     def _span(
         self,
@@ -497,6 +518,35 @@ def _messages(value: object, name: str) -> Messages:
             got, what = shown(content)[:80], f"{name}: message {place} has no content"
             raise RequestError(what, wanted="a text", got=got, do="Give its text as 'content'")
     return value
+
+
+def _with_images(said: Messages, images: object) -> Messages:
+    """Return messages whose parts hold the images that stand beside them, in their order;
+    RequestError for other counts, and for an image in both places."""
+    if images is None:
+        return said
+    if not isinstance(images, list | tuple):
+        got, do = type(images).__name__, "Pass a list, of one image too"
+        raise RequestError("images are no list", wanted="a list of images", got=got, do=do)
+    left, turns = list(images), []
+    for turn in said:
+        content = turn.get("content")
+        if isinstance(content, list | tuple):
+            parts = []
+            for part in content:
+                if isinstance(part, Mapping) and {**part} == {"type": "image"} and left:
+                    part = {"type": "image", "image": left.pop(0)}
+                parts.append(part)
+            turn = {**turn, "content": parts}
+        turns.append(turn)
+    if left:
+        raise RequestError(
+            "images and messages do not fit",
+            wanted=f"{len(images) - len(left)}, one for each part {{'type': 'image'}}",
+            got=len(images),
+            do="Give each image its part, or hold it there: {'type': 'image', 'image': ...}",
+        )
+    return turns
 
 
 def _template_options(held: Example) -> dict[str, object]:

@@ -7,6 +7,7 @@ alone (`order.py`); so a run that a checkpoint resumes goes on to the bit.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import time
@@ -16,7 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +31,14 @@ from everystep.api.saving import WeightsPart, begun_folder, save_part
 from everystep.config.kinds import is_number
 from everystep.draws import seed_of
 from everystep.errors import (
+    AbsentAttributeError,
     FormatError,
     InvariantError,
     RequestError,
     TrainingError,
+    UnknownArgumentError,
     UnsupportedError,
+    nearest,
     shown,
 )
 from everystep.memory import require_memory
@@ -83,6 +87,7 @@ from everystep.train.forwards import forwards_of
 from everystep.train.inspection import Collator, Inspection, inspect_rows
 from everystep.train.optimisers import optimiser_of
 from everystep.train.order import batches_of, epoch_order, keyed_randomness
+from everystep.train.other_names import OTHER_METHODS, OTHER_PARTS
 from everystep.train.ranks import Ranks
 from everystep.train.row import length_of, read_row
 from everystep.train.schedules import factor_of
@@ -157,7 +162,8 @@ class Trainer:
     them, or a mapping of names to such for several evaluations; `form` says how they become rows.
     `peft_config`: a `LoraConfig` or `LoHaConfig`; a new adapter is trained then, and the weights
     stay as they are stored. `compute_loss`, `compute_loss_func`: losses of your own, of a batch or
-    of outputs and labels. `compute_metrics`: from an `EvalPrediction` to numbers by name.
+    of outputs and labels. `compute_metrics`: from an `EvalPrediction` to numbers by name, which
+    holds what `preprocess_logits_for_metrics` makes of the logits and labels of a batch, if given.
     `optimizers`: an optimizer and a schedule of your own, or None for those of the arguments.
     `sample_prompts`: texts or conversations; what the model writes after each, greedily and at most
     64 tokens, is shown at each evaluation, written to `samples.jsonl` and kept in `samples`.
@@ -183,6 +189,7 @@ class Trainer:
         compute_loss: ComputeLoss | None = None,
         compute_loss_func: Callable[..., Tensor] | None = None,
         compute_metrics: ComputeMetrics | None = None,
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         sample_prompts: Sequence[Prompt] = (),
@@ -195,24 +202,18 @@ class Trainer:
         self.model = wrap(model)
         self.processing_class = processing_class
         self._form = form
-        for name, one in (
-            ("compute_loss", compute_loss),
-            ("compute_loss_func", compute_loss_func),
-            ("compute_metrics", compute_metrics),
-            ("data_collator", data_collator),
-        ):
-            require(name, one, "__call__")
-        if compute_loss is not None and compute_loss_func is not None:
-            do = "Pass one of them"
-            raise RequestError("compute_loss and compute_loss_func are two losses", do=do)
+        code = {
+            "compute_loss": compute_loss,
+            "compute_loss_func": compute_loss_func,
+            "compute_metrics": compute_metrics,
+            "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
+            "data_collator": data_collator,
+        }
         own_loss = compute_loss or compute_loss_func
-        if self.args.label_smoothing_factor and (own_loss or self.model.module is not None):
-            raise RequestError(
-                "label_smoothing_factor belongs to the loss of a model of this library",
-                do="Smooth labels in the loss of your own, with compute_loss_func",
-            )
+        _require_sense(self.args, self.model, code)
         self._compute_loss, self._loss_func = compute_loss, compute_loss_func
         self._compute_metrics = compute_metrics
+        self._preprocess = preprocess_logits_for_metrics
         self._collator: Collator = data_collator or default_data_collator
         if data_collator is None and processing_class is not None:
             self._collator = DataCollatorForSeq2Seq(processing_class, self.model)
@@ -246,7 +247,24 @@ class Trainer:
         self._callbacks = Callbacks([DefaultFlow, *callbacks, *told])
         self._sums, self._place = _Sums(), _Place(0, 0)
         self._norm, self._rate = 0.0, 0.0
+        self._multiplied = _multiplied(self.model)
         self._tell("on_init_end")
+
+    def __new__(cls, *args: object, **given: object) -> Self:
+        known = {*inspect.signature(cls.__init__).parameters} - {"self"}
+        for name in given.keys() - known:
+            if (do := OTHER_PARTS.get(name)) is not None:
+                raise UnsupportedError(f"{name} is no argument of this Trainer", do=do)
+            near = nearest(name, known)
+            do = f"Perhaps you meant {near}" if near else "See help(everystep.Trainer)"
+            raise UnknownArgumentError(f"Trainer knows no {name!r}", do=do)
+        return super().__new__(cls)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            do = OTHER_METHODS.get(name)
+            raise AbsentAttributeError(f"a Trainer has no attribute {name!r}", do=do)
 
     def __init_subclass__(cls) -> NoReturn:
         raise RequestError(
@@ -607,8 +625,10 @@ class Trainer:
         own = [share for share in window if share.counts]
         labels = sum(self._labels_of(share.batch) for share in own)
         ids = sum(_ids_of(share.batch) for share in own)
-        items, read = (int(one) for one in self._ranks.sums([labels, ids]))
+        places = sum(_places_of(share.batch) for share in own)
+        items, read, whole = (int(one) for one in self._ranks.sums([labels, ids, places]))
         self.state.num_input_tokens_seen += read
+        self.state.total_flos += 6.0 * whole * self._multiplied
         if not items:
             raise RequestError(
                 f"step {self.state.global_step + 1} has no label to learn from",
@@ -785,6 +805,7 @@ class Trainer:
             "train_runtime": seconds,
             "train_samples_per_second": samples / max(seconds, 1e-9),
             "train_steps_per_second": steps / max(seconds, 1e-9),
+            "total_flos": self.state.total_flos,
             "train_loss": whole / max(self.state.global_step, 1),
         }
         if self.args.include_num_input_tokens_seen:
@@ -1046,6 +1067,8 @@ class Trainer:
             if wants_logits:
                 if found is None:
                     found = self._forwards.run(partial(self._logits, share.batch))
+                if self._preprocess is not None:
+                    found = self._reduced(self._preprocess(found, share.batch["labels"]), found)
                 logits.append(self._of_all(found, len(places), rows.per_example, share))
                 given = share.batch["labels"]
                 labels.append(self._of_all(given, len(places), rows.per_example, share))
@@ -1055,6 +1078,17 @@ class Trainer:
             self._tell("on_prediction_step")
         total, learned = self._ranks.sums([total, items])
         return total / max(learned, 1), logits, labels, len(order)
+
+    def _reduced(self, made: object, logits: Tensor) -> Tensor:
+        """Return what a caller's code made of logits (B, T, V); RequestError where it is no tensor
+        with a place for each position."""
+        if isinstance(made, Tensor) and made.shape[:2] == logits.shape[:2]:
+            return made
+        raise RequestError(
+            "preprocess_logits_for_metrics gave something else",
+            wanted=f"a tensor that begins with {tuple(logits.shape[:2])}",
+            got=f"shape {tuple(made.shape)}" if isinstance(made, Tensor) else shown(made),
+        )
 
     def _of_all(self, own: Tensor, count: int, each: int, share: _Share) -> Tensor:
         """Return (count, T, ...) what all processes have of the rows of a batch, of own ones (B, T,
@@ -1157,6 +1191,41 @@ def _ids_of(batch: Batch) -> int:
     if "attention_mask" in batch:
         return int(batch["attention_mask"].sum())
     return batch["input_ids"].numel() if "input_ids" in batch else 0
+
+
+def _require_sense(args: TrainingArguments, model: LanguageModel, code: Mapping[str, Any]) -> None:
+    """Refuse what a caller passes, arguments and code by name, where it would mean nothing."""
+    for name, one in code.items():
+        require(name, one, "__call__")
+    if args.use_cpu and model.device.type != "cpu":
+        do, got = "Load the model with device='cpu'", str(model.device)
+        raise RequestError("use_cpu, but the model is elsewhere", wanted="cpu", got=got, do=do)
+    losses = [name for name in ("compute_loss", "compute_loss_func") if code[name] is not None]
+    if len(losses) > 1:
+        do = "Pass one of them"
+        raise RequestError("compute_loss and compute_loss_func are two losses", do=do)
+    if args.label_smoothing_factor and (losses or model.module is not None):
+        raise RequestError(
+            "label_smoothing_factor belongs to the loss of a model of this library",
+            do="Smooth labels in the loss of your own, with compute_loss_func",
+        )
+    if code["preprocess_logits_for_metrics"] is not None and args.predict_with_generate:
+        what = "preprocess_logits_for_metrics has no effect where answers are generated"
+        raise RequestError(what, do="Leave one of them out")
+
+
+def _places_of(batch: Batch) -> int:
+    """Return how many positions a batch has, padding among them."""
+    named = (batch[name] for name in ("input_ids", "inputs_embeds") if name in batch)
+    return sum(one.shape[0] * one.shape[1] for one in named)
+
+
+def _multiplied(model: LanguageModel) -> int:
+    """Return how many numbers of a model each position is multiplied by: all but the embeddings."""
+    if model.module is not None:
+        tables = (one for one in model.module.modules() if isinstance(one, nn.Embedding))
+        return model.num_parameters() - sum(one.weight.numel() for one in tables)
+    return model.num_parameters() - model.vocab_size * model.width
 
 
 def _lengths(rows: TrainingRows, most: int) -> list[int]:

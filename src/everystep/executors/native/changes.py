@@ -25,6 +25,7 @@ from everystep.adapters import (
     Dense,
     Magnitude,
     OutputScaling,
+    Shift,
     ordered,
     uses_of,
 )
@@ -80,7 +81,7 @@ def _affine(change: AdapterChange, bias: Tensor | None) -> _Affine:
         if bias is not None:
             shift = shift - gain * bias  # the bias keeps its length
         return _Affine(*at, delta.a, by[:, None] * delta.b, gain, shift)
-    if isinstance(change, AfterLayer):
+    if isinstance(change, AfterLayer | Shift):
         return _Affine(*at, shift=change.vector)
     raise InvariantError(f"the kernels know no {type(change).__name__}")
 

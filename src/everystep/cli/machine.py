@@ -15,7 +15,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "train": ("pyarrow", "tensorboard", "matplotlib"),
     "server": (
         *("starlette", "uvicorn", "msgspec"),
-        *("prometheus-client", "httptools", "uvloop", "python-multipart"),
+        *("prometheus-client", "httptools", "python-multipart"),
     ),
     "otel": ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),
     "ray": ("ray",),

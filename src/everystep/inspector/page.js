@@ -125,23 +125,26 @@ function everystepPage(root, source) {
   const drawText = () => {
     const every = tokens();
     const part = Math.floor(state.at / PART);
-    if (part !== state.part) {
+    const first = part * PART;
+    if (part !== state.part) places.tokens.replaceChildren();
+    const there = places.tokens.children.length; // of a run that grows, the others are to come
+    if (part !== state.part || first + there < Math.min(first + PART, every.length)) {
       state.part = part;
-      const own = every.slice(part * PART, (part + 1) * PART).map((token, i) => {
+      const own = every.slice(first + there, first + PART).map((token, i) => {
         const kind = `s${level(token[1])} ${token[2]}`;
-        const at = part * PART + i;
+        const at = first + there + i;
         return make("span", { class: kind, id: `token-${at}`, role: "option", "data-at": at, "aria-selected": "false", text: spell(token[0]) });
       });
-      places.tokens.replaceChildren(...own);
+      places.tokens.append(...own);
       counts.spans += own.length;
-      const last = Math.min((part + 1) * PART, every.length) - 1;
-      places.part.textContent = every.length > PART ? `tokens ${part * PART} to ${last} of ${every.length}` : "";
+      const last = Math.min(first + PART, every.length) - 1;
+      places.part.textContent = every.length > PART ? `tokens ${first} to ${last} of ${every.length}` : "";
     }
     places.tokens.querySelectorAll(".here").forEach((one) => {
       one.classList.remove("here");
       one.setAttribute("aria-selected", "false");
     });
-    const here = places.tokens.children[state.at - part * PART];
+    const here = places.tokens.children[state.at - first];
     if (here === undefined) {
       places.tokens.removeAttribute("aria-activedescendant");
       return;
@@ -572,7 +575,6 @@ function everystepPage(root, source) {
     forget();
     counts.grown += found.tokens.length;
     places.bars = undefined;
-    state.part = -1;
     places.older.hidden = false;
     go(Infinity);
   };

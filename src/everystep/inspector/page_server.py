@@ -12,7 +12,6 @@ import hmac
 import json
 import re
 import secrets
-import socket
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from everystep.errors import EverystepError, RequestError
 from everystep.inspector.page import asset
 from everystep.inspector.sessions import InspectorSession, Known
-from everystep.server.listener import Listener
+from everystep.server.listener import Listener, tcp_socket
 from everystep.server.page_headers import page_headers
 
 MOST_BODY = 1 << 20
@@ -132,7 +131,7 @@ class PageServer:
         self._written: tuple[object, Response] | None = None
         self.token = secrets.token_urlsafe(32)
         try:
-            self._socket = socket.create_server(("127.0.0.1", port))
+            self._socket = tcp_socket("127.0.0.1", port)
         except OSError as error:
             do = "Give another --port"
             raise RequestError(f"port {port} cannot be listened on", got=error, do=do) from error

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -48,11 +48,13 @@ class RecordWriter:
         self._lock = threading.RLock()
         self._runs = 0
         self._bytes = 0
-        self._pending = 0  # what was handed over and is not written yet
         self._stopped = False
         self._waiting: list[bytes] = []
         self._beside: ThreadPoolExecutor | None = None
-        self._handed: deque[tuple[Future[None], int]] = deque()
+        self._handed: deque[tuple[Callable[[], None], int]] = deque()
+        self._held = 0  # the rows of these
+        self._works = False  # the thread has them in hands
+        self._less = threading.Condition(self._lock)
         self._compressed = self.path.suffix == ".gz"
         weakref.finalize(self, _append_left, self.path, self._waiting)
 
@@ -82,7 +84,7 @@ class RecordWriter:
                 self._stopped = True
                 data = encoded({"type": "cut", "what": "the rest", "bytes": MOST_BYTES})
             self._waiting.append(data)
-            gathers = self._compressed or self._pending > 0
+            gathers = self._compressed or bool(self._handed)
             if not gathers or sum(map(len, self._waiting)) > _BLOCK or self._stopped:
                 self._flush()
 
@@ -95,36 +97,48 @@ class RecordWriter:
         if self._stopped:
             return
         with self._lock:
-            if self._beside is None:
-                self._beside = ThreadPoolExecutor(1, "everystep-record")
-            self._handed.append((self._beside.submit(self._guarded, write), size))
-            self._pending += 1
-        while sum(size for _, size in self._handed) > MOST_HELD:
-            self._wait()
+            self._handed.append((write, size))
+            self._held += size
+            self._begin()
+            while self._held > MOST_HELD:
+                self._less.wait()
 
-    def _guarded(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except Exception as error:
-            self.stop(error)
-        with self._lock:
-            self._pending -= 1
-            if not self._pending and not self._compressed:
-                self._flush()
-        time.sleep(0)  # whoever takes steps may wait for the interpreter
+    def _begin(self) -> None:
+        """Have the thread write what was handed over, unless it does."""
+        if self._works or not self._handed:
+            return
+        if self._beside is None:
+            self._beside = ThreadPoolExecutor(1, "everystep-record")
+        self._beside.submit(self._write_handed)
+        self._works = True
 
-    def _wait(self) -> None:
-        """Wait for the first of what was handed over; an interrupt leaves it there."""
-        with suppress(IndexError):  # another thread was faster
-            first = self._handed[0]
-            first[0].result()
-            with suppress(ValueError):
-                self._handed.remove(first)
+    def _write_handed(self) -> None:
+        """Write all that was handed over, until nothing is left."""
+        while True:
+            with self._lock:
+                if not self._handed:
+                    if not self._compressed:
+                        self._flush()
+                    self._works = False
+                    self._less.notify_all()
+                    return
+                write, size = self._handed[0]
+            try:
+                write()
+            except Exception as error:
+                self.stop(error)
+            with self._lock:
+                self._handed.popleft()
+                self._held -= size
+                self._less.notify_all()
+            time.sleep(0)  # whoever takes steps may wait for the interpreter
 
     def settle(self) -> None:
-        """Wait until everything that was handed over is written."""
-        while self._handed:
-            self._wait()
+        """Wait until everything that was handed over is written; an interrupt leaves it there."""
+        with self._lock:
+            self._begin()
+            while self._works:
+                self._less.wait()
 
     def flush(self) -> None:
         """Let everything that was handed over or written be in the file."""

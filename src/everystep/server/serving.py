@@ -14,7 +14,7 @@ from pathlib import Path
 from everystep.errors import RequestError
 from everystep.server.application import Front
 from everystep.server.link import EngineLink, ProcessMooring
-from everystep.server.listener import listener
+from everystep.server.listener import BACKLOG, listener, tcp_socket
 from everystep.server.service import Service
 from everystep.server.settings import ServeSettings, front_model
 
@@ -26,24 +26,28 @@ _KEEP_ALIVE = 75
 
 def listening_socket(settings: ServeSettings) -> socket.socket:
     """Return the listening socket; RequestError where the address cannot be had."""
-    if settings.uds is not None:
-        found = socket.socket(socket.AF_UNIX)
-        with suppress(FileNotFoundError):
-            if Path(settings.uds).is_socket():
-                Path(settings.uds).unlink()
-        address: str | tuple[str, int] = settings.uds
-    else:
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        found = socket.socket(family)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        address = settings.host, settings.port
+    address = settings.uds or f"{settings.host}:{settings.port}"
     try:
-        found.bind(address)
-        found.listen(512)
+        if settings.uds is None:
+            return tcp_socket(settings.host, settings.port)
+        return _unix_socket(Path(settings.uds))
     except OSError as error:
-        found.close()
         do = "Give another --port, or end what uses it"
         raise RequestError("the address cannot be had", got=f"{address}: {error}", do=do) from error
+
+
+def _unix_socket(path: Path) -> socket.socket:
+    """Return a socket that listens at a path, in place of one that was left there."""
+    with suppress(FileNotFoundError):
+        if path.is_socket():
+            path.unlink()
+    found = socket.socket(socket.AF_UNIX)
+    try:
+        found.bind(str(path))
+        found.listen(BACKLOG)
+    except BaseException:
+        found.close()
+        raise
     found.set_inheritable(False)
     return found
 

@@ -80,7 +80,7 @@ def test_commands_are_steered_by_the_vectors_in_a_file(folder: Path, call: Calle
     rest = ("--resume", str(file) + ".run", *prompt[1:])
     assert expected.rstrip("\n").endswith(call("generate", *rest).out.rstrip("\n"))
     refused = call("generate", *rest, "--steer", str(file))
-    assert refused.code != 0 and "already has its steering" in refused.err
+    assert refused.code != 0 and "has its prompt and its steering" in refused.err
     refused = call("inspect", "a.jsonl", "--steer", str(file))
     assert refused.code != 0 and "--steer belong to --prompt" in refused.err
 

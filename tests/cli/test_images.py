@@ -47,7 +47,7 @@ def test_what_is_wrong_is_said(call: Caller, folder: Path, tmp_path: Path) -> No
         (("--image", "nowhere.png"), "no picture 'nowhere.png'"),
         (
             ("--image", str(folder / "a.png"), "--resume", "run"),
-            "has its prompt; got PROMPT, --image",
+            "has its prompt and its steering; got PROMPT, --image",
         ),
     ):
         outcome = call("generate", QUESTION, "-m", "nowhere", *given)

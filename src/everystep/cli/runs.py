@@ -36,7 +36,7 @@ def refuse_prompt(said: dict[str, Any]) -> None:
     """Raise RequestError for what would ask a run that goes on for another prompt or steering."""
     wrong = [name for name, value in said.items() if value]
     if wrong:
-        what = "--resume continues a run that already has its steering and its prompt"
+        what = "--resume continues a run that already has its prompt and its steering"
         do = "Leave it out, or leave --resume out"
         raise RequestError(f"{what}; got {', '.join(wrong)}", do=do)
 

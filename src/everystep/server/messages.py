@@ -34,7 +34,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     conversation. `streams`: whether its tokens are told as they come. `pools`: how its hidden
     states become the vector that is wanted in place of an answer. `pictures`: those that stand
     among the ids, in their order. `record`: the file that its steps are written to, None for
-    none; `redacted`: without texts. `owner`: whose it is, by a digest of his key; None where there
+    none; `redacted`: without texts. `owner`: whose it is, by a digest of the key; None where there
     are no keys."""
 
     id: int

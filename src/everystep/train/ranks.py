@@ -7,6 +7,7 @@ a process says can be code for another.
 
 from __future__ import annotations
 
+import atexit
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,13 @@ _KINDS = (
     torch.uint8,
 )
 """Types of tensors that processes gather, by number."""
+
+
+def _leave() -> None:
+    """Give up the groups that were made here, before Python ends: threads of theirs that still ran
+    then could abort a process that had done its work."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @final
@@ -62,6 +70,7 @@ class Ranks:
                 return cls()
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, timeout=timeout)
+            atexit.register(_leave)
         group = dist.group.WORLD
         if dist.get_world_size() > 1 and "gloo" not in dist.get_backend_config():
             group = dist.new_group(backend="gloo", timeout=timeout)

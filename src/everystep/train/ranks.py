@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from everystep.errors import EverystepError, InvariantError, TrainingError
 
 _SIGNS_OF_LOSS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
 """Texts of torch's errors about processes that no longer answer."""
+_LAST_MOMENT = 0.05
+"""Seconds in which threads of gloo get the interpreter before Python ends."""
 _KINDS = (
     torch.float64,
     torch.float32,
@@ -36,8 +39,12 @@ _KINDS = (
 
 
 def _leave() -> None:
-    """Give up the groups that were made here, before Python ends: threads of theirs that still ran
-    then could abort a process that had done its work."""
+    """Give up the groups that were made here, before Python ends.
+
+    A thread of gloo that drops the tensors of its last work needs the interpreter for that, and
+    aborts the process where it gets it only when Python is ending: it gets it now.
+    """
+    time.sleep(_LAST_MOMENT)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -72,6 +72,12 @@ def _require_shape(name: str, found: Tensor, wanted: tuple[int, ...]) -> Tensor:
     return found
 
 
+def _shift_of(target: Target, model: Model, name: str, held: Held) -> Tensor | None:
+    """Return how far a bias that was trained lies from the model's own; None where it has none."""
+    bias, base = _require_shape(name, held[name], target.shape[:1]), target.bias(model)
+    return None if base is None else target.part.loaded(bias) - base.to(bias)
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class Twin(AdapterPart):
@@ -98,17 +104,16 @@ class WholeMap(AdapterPart):
     learns: bool = True
 
     def changes(self, model: Model, held: Held) -> Iterator[tuple[str, Change]]:
-        own, base = self.target, self.target.bias(model)
+        own = self.target
         wanted = tuple(reversed(own.shape)) if own.part.transposed else own.shape
         weight = _require_shape(self.names["weight"], held[self.names["weight"]], wanted)
         weight = own.part.loaded(weight.T if own.part.transposed else weight)
         difference = weight - own.matrix(model).to(weight)
         shift = None
         if (name := self.names.get("bias")) is not None:
-            if base is None:
+            shift = _shift_of(own, model, name, held)
+            if shift is None:
                 raise FormatError(f"the adapter holds {name!r}, and the model has no bias there")
-            bias = _require_shape(name, held[name], own.shape[:1])
-            shift = own.part.loaded(bias) - base.to(bias)
         if self.learns or bool(difference.any()) or shift is not None:
             yield own.key, Replacement(difference, own.part.start, shift)
 
@@ -164,10 +169,9 @@ class OwnBias(AdapterPart):
     learns: bool = True
 
     def changes(self, model: Model, held: Held) -> Iterator[tuple[str, Change]]:
-        (name,), own, base = self.names.values(), self.target, self.target.bias(model)
-        bias = _require_shape(name, held[name], own.shape[:1])
-        if base is not None:
-            shift = own.part.loaded(bias) - base.to(bias)
+        (name,), own = self.names.values(), self.target
+        shift = _shift_of(own, model, name, held)
+        if shift is not None:
             yield own.key, Shift(shift, own.shape[1], own.part.start)
 
 

@@ -93,14 +93,14 @@ def rows_along(run: RecordedRun, index: int = 0) -> list[RecordedRow | None]:
     return [None if at in run.given else rows.get(at) for at in range(len(ids))]
 
 
-def newest(run: RecordedRun, first: int, index: int = 0) -> dict[int, tuple[int, int, int]]:
-    """Return the last choice at each place of a sequence from `first` on, where the last steps made
+def newest(run: RecordedRun, first: int) -> dict[int, tuple[int, int, int]]:
+    """Return the last choice at each place of sequence 0 from `first` on, where the last steps made
     it: the index of its step, the same among steps with choices, and its row there."""
     made, found = run.choices, []
     for at in range(len(run.steps) - 1, -1, -1):
         rows = run.steps[at].rows
         made -= bool(rows)
-        own = {row.at: (at, made, j) for j, row in enumerate(rows) if row.of == index}
+        own = {row.at: (at, made, j) for j, row in enumerate(rows) if row.of == 0}
         found.append(own)
         if own and min(own) <= first:
             break

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -16,7 +17,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from everystep.server.exchange import FrontSettings, HttpError, error_body
 
-BACKLOG = 512
+_BACKLOG = 512
 """Connections that wait to be taken, at most."""
 _PHRASES = {408: "Request Timeout", 431: "Request Header Fields Too Large"}
 
@@ -30,10 +31,25 @@ def tcp_socket(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return _listening(found, (host, port))
+
+
+def unix_socket(path: Path) -> socket.socket:
+    """Return a socket that listens at a path, in place of one that was left there; OSError where it
+    cannot be had."""
+    with suppress(FileNotFoundError):
+        if path.is_socket():
+            path.unlink()
+    return _listening(socket.socket(socket.AF_UNIX), str(path))
+
+
+def _listening(found: socket.socket, address: tuple[str, int] | str) -> socket.socket:
+    """Return a socket that listens at its address and is no child's; it is closed where it
+    cannot."""
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host, port))
-        found.listen(BACKLOG)
+        found.bind(address)
+        found.listen(_BACKLOG)
     except BaseException:
         found.close()
         raise

@@ -14,7 +14,7 @@ from pathlib import Path
 from everystep.errors import RequestError
 from everystep.server.application import Front
 from everystep.server.link import EngineLink, ProcessMooring
-from everystep.server.listener import BACKLOG, listener, tcp_socket
+from everystep.server.listener import listener, tcp_socket, unix_socket
 from everystep.server.service import Service
 from everystep.server.settings import ServeSettings, front_model
 
@@ -30,26 +30,10 @@ def listening_socket(settings: ServeSettings) -> socket.socket:
     try:
         if settings.uds is None:
             return tcp_socket(settings.host, settings.port)
-        return _unix_socket(Path(settings.uds))
+        return unix_socket(Path(settings.uds))
     except OSError as error:
         do = "Give another --port, or end what uses it"
         raise RequestError("the address cannot be had", got=f"{address}: {error}", do=do) from error
-
-
-def _unix_socket(path: Path) -> socket.socket:
-    """Return a socket that listens at a path, in place of one that was left there."""
-    with suppress(FileNotFoundError):
-        if path.is_socket():
-            path.unlink()
-    found = socket.socket(socket.AF_UNIX)
-    try:
-        found.bind(str(path))
-        found.listen(BACKLOG)
-    except BaseException:
-        found.close()
-        raise
-    found.set_inheritable(False)
-    return found
 
 
 def mooring_of(settings: ServeSettings) -> ProcessMooring:

@@ -79,8 +79,12 @@ def _git(*arguments: str) -> str:
     return subprocess.run(line, capture_output=True, text=True, check=True).stdout
 
 
-def changed_since(commit: str) -> list[str]:
-    """Return the files, of those that a test is about, which differ from a commit."""
+def changed_since(commit: str) -> list[str] | None:
+    """Return the files, of those that a test is about, which differ from a commit; None where the
+    history does not have it."""
+    known = ["git", "-C", str(ROOT), "cat-file", "-e", f"{commit}^{{commit}}"]
+    if subprocess.run(known, capture_output=True, check=False).returncode:
+        return None
     names = _git("diff", "--name-only", commit, "--", *WATCHED).splitlines()
     new = _git("ls-files", "--others", "--exclude-standard", "--", *WATCHED).splitlines()
     return names + new
@@ -101,7 +105,7 @@ def run(folder: str) -> Run:
     return Run(commit, day, tests, failed, round(time.monotonic() - start))
 
 
-def shown(runs: Mapping[str, Run], changed: Mapping[str, int]) -> str:
+def shown(runs: Mapping[str, Run], changed: Mapping[str, int | None]) -> str:
     """Return a line for each folder: how its newest run ended, and how old it is."""
     lines = [f"{'folder':12} {'passed':>7} {'failed':>7} {'minutes':>8}  commit        files since"]
     for name in folders():
@@ -109,15 +113,16 @@ def shown(runs: Mapping[str, Run], changed: Mapping[str, int]) -> str:
             lines.append(f"{name:12} never ran")
             continue
         figures = f"{one.tests - one.failed:7,} {one.failed:7,} {one.seconds / 60:8.0f}"
-        lines.append(f"{name:12} {figures}  {one.commit}  {changed[name]:,}")
+        since = "unknown" if changed[name] is None else f"{changed[name]:,}"
+        lines.append(f"{name:12} {figures}  {one.commit}  {since}")
     return "\n".join(lines)
 
 
-def left(runs: Mapping[str, Run], changed: Mapping[str, int]) -> list[str]:
+def left(runs: Mapping[str, Run], changed: Mapping[str, int | None]) -> list[str]:
     """Return the folders that have not passed on what stands now, the shortest ones first."""
     open_ones = [
         name for name in folders()
-        if name not in runs or runs[name].failed or changed[name]
+        if name not in runs or runs[name].failed or changed[name] != 0
     ]  # fmt: skip
     return sorted(open_ones, key=lambda name: runs[name].seconds if name in runs else 0)
 
@@ -126,7 +131,9 @@ def main(arguments: Iterable[str]) -> str | None:
     """Show, or run and keep; return what is wrong."""
     asked = list(arguments)
     runs = read()
-    changed = {name: len(changed_since(one.commit)) for name, one in runs.items()}
+    differ = {commit: changed_since(commit) for commit in {one.commit for one in runs.values()}}
+    sizes = {commit: None if names is None else len(names) for commit, names in differ.items()}
+    changed = {name: sizes[one.commit] for name, one in runs.items()}
     if not asked:
         print(shown(runs, changed))
         return None

@@ -34,15 +34,16 @@ def test_what_is_kept_is_read_again(tmp_path: Path) -> None:
 
 
 def test_what_failed_changed_or_never_ran_is_left() -> None:
-    first, second, third, *others = exhaustive.folders()
-    runs = {name: ran("a") for name in others}
+    first, second, third, fourth, *others = exhaustive.folders()
+    runs = {name: ran("a") for name in (fourth, *others)}
     runs |= {first: ran("a", seconds=900), second: ran("a", failed=1, seconds=30)}
-    changed = dict.fromkeys(runs, 0) | {first: 3}
-    assert exhaustive.left(runs, changed) == [third, second, first]
+    changed: dict[str, int | None] = dict.fromkeys(runs, 0) | {first: 3, fourth: None}
+    assert exhaustive.left(runs, changed) == [third, second, fourth, first]
     lines = exhaustive.shown(runs, changed).splitlines()[1:]
     assert lines[0].split() == [first, "10", "0", "15", "a", "3"]
     assert lines[1].split()[:3] == [second, "9", "1"]
     assert lines[2].split() == [third, "never", "ran"]
+    assert lines[3].split()[-1] == "unknown"
 
 
 def test_a_test_that_did_not_pass_is_counted(tmp_path: Path) -> None:
@@ -73,3 +74,4 @@ def test_files_that_differ_from_a_commit_are_named(
     for name in ("src/a.py", "docs/c.md", "tests/exhaustive.json", "tests/new.py"):
         (tmp_path / name).write_text("2\n")
     assert exhaustive.changed_since("HEAD") == ["src/a.py", "tests/new.py"]
+    assert exhaustive.changed_since("0" * 12) is None, "a history that was written anew"

@@ -3,13 +3,14 @@
     scripts/bench inspector [--turns 9] [--rows 1 32] [--steps 100000] [--million] [--live 20000]
         [--out NAME]
 
-The default model samples natively, with temperature and top-k, without a record and with one, plain
-and compressed, in turns. Prints, and writes to bench/results/, medians of milliseconds a step, the
-median ratio of the turns, seconds of the processor a step, and bytes a step. A record of so many
-steps, made as the library writes them, is read and served: megabytes of one row and of four beams,
-seconds to read it, and what Chromium takes from an address to the first text, and from there to
-the step of another token. `--million`: of a million steps, what reading takes in seconds of the
-processor and in memory. A run in hands of a tiny model that has so many tokens (`--live`) takes
+The default model samples natively, with temperature and top-k, without a record and with one,
+plain, compressed and without what each processor did, in turns. Prints, and writes to
+bench/results/, medians of milliseconds a step, the median ratio of the turns, seconds of the
+processor a step, and bytes a step. A record of so many steps, made as the library writes them, is
+read and served: megabytes of one row and of four beams, seconds to read it, and what Chromium takes
+from an address to the first text, and from there to the step of another token. `--million`: of a
+million steps, what reading takes in seconds of the processor and in memory. A run in hands of a
+tiny model that has so many tokens (`--live`) takes
 another step: milliseconds of the step alone, until the page is told, and until it is drawn.
 """
 
@@ -29,6 +30,7 @@ from parts.report import options, write
 import everystep as es
 from everystep.inspector.page_server import PageServer
 from everystep.inspector.sessions import Known, LiveSession, Reading
+from everystep.records import RecordWriter
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 
@@ -48,6 +50,7 @@ def cost(rows: int, new: int, turns: int, folder: Path) -> dict[str, Any]:
         "without": {},
         "plain": {"record": folder / "a.jsonl"},
         "compressed": {"record": folder / "a.jsonl.gz"},
+        "without stages": {"record": RecordWriter(folder / "b.jsonl", stages=False)},
     }
 
     def call(way: str) -> tuple[float, float]:
@@ -58,7 +61,7 @@ def cost(rows: int, new: int, turns: int, folder: Path) -> dict[str, Any]:
 
     for way in ways:
         call(way)
-    turned = [[*ways][turn % 3 :] + [*ways][: turn % 3] for turn in range(turns)]
+    turned = [[*ways][turn % 4 :] + [*ways][: turn % 4] for turn in range(turns)]
     taken = [{way: call(way) for way in turn} for turn in turned]
     found: dict[str, Any] = {}
     for way in ways:
@@ -69,7 +72,8 @@ def cost(rows: int, new: int, turns: int, folder: Path) -> dict[str, Any]:
             "ratio": round(statistics.median(ratios[0]), 3),
             "processor ratio": round(statistics.median(ratios[1]), 3),
         }
-        if file := ways[way].get("record"):
+        if (record := ways[way].get("record")) is not None:
+            file = record.path if isinstance(record, RecordWriter) else record
             found[way]["bytes"] = round(file.stat().st_size / rows / new)
     return found
 

@@ -14,7 +14,7 @@ import torch
 import everystep as es
 from everystep.api.model import LanguageModel
 from everystep.errors import EverystepError, RequestError, UnsupportedError
-from everystep.records import Record, read_record
+from everystep.records import Record, RecordWriter, read_record
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 
@@ -78,6 +78,37 @@ def test_a_call_gives_the_same_and_the_file_has_it(
             "TopKLogitsWarper",
         ]
         assert run.about["configuration"]["temperature"] == [0.8, "call"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_without_stages_it_has_what_they_began_and_ended_with(
+    name: str, model: LanguageModel, tmp_path: Path
+) -> None:
+    given = {"max_new_tokens": 6, "return_dict_in_generate": True, **ASKED[name]}
+    whole, brief = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    found = es.generate(model, TOKENIZER, "ab ab ab", **given, record=whole)
+    less = es.generate(
+        model, TOKENIZER, "ab ab ab", **given, record=RecordWriter(brief, stages=False)
+    )
+    assert ids(less) == ids(found)
+    one, other = read_record(whole).runs["0"], read_record(brief).runs["0"]
+    assert one.tokens == other.tokens and one.ends == other.ends
+    assert other.about["every_stage"] is False and "every_stage" not in one.about
+    pairs = zip(one.steps, other.steps, strict=True)
+    rows = [pair for steps in pairs for pair in zip(*(s.rows for s in steps), strict=True)]
+    for full, row in rows:
+        for field in ("chosen", "origin", "totals", "entropies", "ranks", "draw", "ends", "score"):
+            assert getattr(row, field) == getattr(full, field), field
+        logits, scores = (dict(zip(full.ids, v, strict=True)) for v in (full.logits, full.scores))
+        assert [logits[id] for id in row.ids] == [*row.logits]
+        assert [scores[id] for id in row.ids] == [*row.scores]
+        assert {stage.name for stage in row.stages} <= {"all", "drafts"}
+        removed = sum(stage.removed for stage in full.stages)
+        assert sum(stage.removed for stage in row.stages) == removed
+    if name in ("sampled", "chosen"):
+        assert all(len(row.stages) == 1 for _, row in rows)
+    if name == "sampled":
+        assert brief.stat().st_size < whole.stat().st_size
 
 
 CALLS: dict[str, Callable[..., Any]] = {
@@ -149,6 +180,30 @@ def test_a_run_records_what_is_done_to_it(model: LanguageModel, tmp_path: Path) 
     assert recorded(noted.inspect()) == [[*noted.tokens]]
     with pytest.raises(RequestError, match="record"):
         run.set(record=tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [SAMPLED, {**SAMPLED, "num_return_sequences": 2}, {"num_beams": 3, "num_return_sequences": 2}],
+    ids=["one", "several", "beams"],
+)
+def test_a_run_that_goes_on_is_recorded_from_there(
+    asked: dict[str, Any], model: LanguageModel, tmp_path: Path
+) -> None:
+    run = es.open(model, TOKENIZER, "ab", max_new_tokens=8, eos_token_id=None, **asked)
+    next(run), next(run)
+    if asked is SAMPLED:
+        run.send("xy")
+    next(run)
+    run.save(tmp_path / "run")
+    given = {*run.given}
+    again = es.resume(tmp_path / "run", model, TOKENIZER, record=tmp_path / "a.jsonl")
+    assert recorded(again.inspect()) in ([], [[*run.tokens]], [[*run.tokens], [*run._ids(1)]])
+    found = again.result()
+    (own,) = read_record(tmp_path / "a.jsonl").runs.values()
+    assert [ids for _, ids in sorted(own.tokens.items())] == ids(found)
+    assert own.given == given and own.choices == 5
+    assert own.row_at(0) is None and own.row_at(7) is not None
 
 
 def test_processors_of_the_caller_run_once(model: LanguageModel, tmp_path: Path) -> None:

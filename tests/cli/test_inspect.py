@@ -39,6 +39,20 @@ def test_a_record_is_shown_plainly_in_a_pipe(record: Path, call: Caller) -> None
     assert any(line.startswith("sequence 0 ended after") for line in lines)
 
 
+def test_a_record_leaves_out_what_each_processor_did(
+    folder: Path, call: Caller, tmp_path: Path
+) -> None:
+    file = tmp_path / "brief.jsonl"
+    asked = ("generate", "ab", "--model", str(folder), "--top-k", "5", "-n", "3")
+    assert call(*asked, "--record", str(file), "--no-record-stages").code == 0
+    shown = call("inspect", str(file)).out
+    assert "stages\tall of them together; what each did is not recorded" in shown
+    table = call("inspect", str(file), "--step", "1").out
+    assert re.search(r"\truled out of all\t\t\d+\t\n", table)  # a column for one stage
+    alone = call(*asked, "--no-record-stages")
+    assert alone.code == 2 and "give --record FILE" in alone.err
+
+
 def test_a_step_and_a_tree(record: Path, call: Caller) -> None:
     out = call("inspect", str(record), "--step", "1").out
     assert "drawn:" in out and "ruled out of all" in out and "came from a cache" in out

@@ -28,9 +28,9 @@ CLOSE = 1e-5
 Check = Callable[[Request, RecordedRun, RecordedStep, RecordedRow, list[int]], None]
 
 
-def watched(requests: Iterable[Request], file: Path) -> tuple[Request, ...]:
+def watched(requests: Iterable[Request], file: Path, *, stages: bool = True) -> tuple[Request, ...]:
     """The requests with their steps written to the file, but for each third one."""
-    writer = RecordWriter(file)
+    writer = RecordWriter(file, stages=stages)
     return tuple(
         request if i % 3 == 2 else replace(request, watcher=_recorder(writer, request))
         for i, request in enumerate(requests)

@@ -104,3 +104,48 @@ def test_an_operator_leaves_texts_out(tmp_path: Path) -> None:
     assert b"Zebra" not in data and b"crossing" not in data
     with pytest.raises(RequestError, match="record_redacted"):
         ServeSettings(record_redacted=True).front()
+
+
+def test_a_run_its_forks_and_where_it_goes_on_are_recorded(server: Served) -> None:
+    runs, watch = "/v1/everystep/runs", key("watch")
+
+    def post(path: str, body: dict[str, Any], **more: str) -> Any:
+        answer = server.client.post(f"{runs}{path}", headers={**watch, **more}, **body)
+        assert answer.is_success, answer.text
+        return answer
+
+    body = {"model": "tiny", "prompt": "ab ab", "max_new_tokens": 6, "seed": 3}
+    name = post("", {"json": body}).json()["id"]
+    post(f"/{name}/step", {"json": {"steps": 2}})
+    twin = post(f"/{name}/fork", {"json": {"temperature": 1.5}}).json()["id"]
+    for one in (name, twin):
+        post(f"/{one}/step", {"json": {"steps": 1}})
+    saved = post(f"/{name}/save", {"json": {}}).content
+    (file,) = files(server)
+    for one in (name, twin):
+        assert server.client.delete(f"{runs}/{one}", headers=watch).is_success
+    first, second = read_record(file).runs.values()
+    assert len(first.tokens[0]) == 3 and second.parent == (first.name, 2)
+    kind = {"content-type": "application/octet-stream"}
+    again = post("/resume?model=tiny", {"content": saved}, **kind).json()["id"]
+    result = post(f"/{again}/result", {"json": {}}).json()
+    (run,) = read_record(next(one for one in files(server) if one != file)).runs.values()
+    assert run.tokens[0] == result["run"]["tokens"] and len(files(server)) == 2
+    mine = key("mine") if server.front.settings.keys else {}
+    assert server.client.post(runs, json=body, headers=mine).is_success
+    assert len(files(server)) == 2
+
+
+def test_an_operator_leaves_out_what_each_processor_did(tmp_path: Path) -> None:
+    kept: dict[str, Any] = {"record_dir": str(tmp_path / "records"), "record_keys": ["watch"]}
+    settings = ServeSettings(**kept, record_stages=False).front()
+    with served(settings=settings) as one:
+        body = {**BODY, "temperature": 0.8, "top_k": 5}
+        assert one.client.post("/v1/completions", json=body, headers=key("watch")).is_success
+        (file,) = files(one)
+    (run,) = read_record(file).runs.values()
+    assert run.about["every_stage"] is False
+    names = {stage.name for step in run.steps for row in step.rows for stage in row.stages}
+    assert names == {"all"}
+    with pytest.raises(RequestError, match="record_stages"):
+        ServeSettings(record_stages=False).front()

@@ -73,5 +73,6 @@ def resume(
         >>> es.resume(folder / "run.es", model, tokenizer).result() == run.result()
         True
     """
+    file = as_path(path)  # first, as whoever passes the model first means this argument
     model = paired(model, tokenizer)
-    return Run.restored(model, tokenizer, read_run(as_path(path), model, tokenizer, again))
+    return Run.restored(model, tokenizer, read_run(file, model, tokenizer, again))

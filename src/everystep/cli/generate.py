@@ -21,7 +21,7 @@ from everystep.cli.adapters import (
 from everystep.cli.loading import load
 from everystep.cli.page_questions import Lines, Page, Reasoning, asked_page
 from everystep.cli.questions import CommandPrompt
-from everystep.cli.runs import Resume, Save, Trace, WatchedRun, refuse_prompt, resumed
+from everystep.cli.runs import NoStages, Resume, Save, Trace, WatchedRun, refuse_prompt, resumed
 from everystep.cli.shown_answers import (
     about_answers,
     chosen_form,
@@ -33,6 +33,7 @@ from everystep.cli.terminal import note
 from everystep.cli.user_input import read_prompt
 from everystep.files.atomic import require_writable
 from everystep.files.sources import DEFAULT_MODEL
+from everystep.records import RecordWriter
 
 _AsJson = Annotated[
     bool,
@@ -64,6 +65,7 @@ def generate(
     save: Save = None,
     resume: Resume = None,
     trace: Trace = None,
+    no_record_stages: NoStages = False,
     model: o.Model = DEFAULT_MODEL,
     dtype: o.DtypeOption = None,
     quantize: o.Quantize = None,
@@ -87,6 +89,8 @@ def generate(
         raise typer.BadParameter("--image and --page ask different models; give one of them")
     if missing := [str(one) for one in images if not one.is_file()]:
         raise typer.BadParameter(f"there is no picture {missing[0]!r}")
+    if no_record_stages and record is None:
+        raise typer.BadParameter("--no-record-stages is about a record; give --record FILE")
     if resume is not None:
         prompts = {"PROMPT": prompt, "--file": file, "--page": page, "--steer": steer_file}
         refuse_prompt({**prompts, "--system": system, "--chat": as_message, "--image": images})
@@ -106,7 +110,8 @@ def generate(
     decoding |= o.forced_words(said["force_words"], tokenizer)
     mix = {**with_adapters(loaded, adapters), **steering}
     drafting = _drafting(decoding.pop("assistant_model", None), how)
-    drafting |= {} if record is None else {"record": record}
+    if record is not None:
+        drafting["record"] = RecordWriter(record, stages=not no_record_stages)
     ready = time.perf_counter()
     in_hands = any(one is not None for one in (save, resume, trace))
     begin: Any = es.open if in_hands else es.stream

@@ -30,6 +30,10 @@ Resume = Annotated[
 Trace = Annotated[
     Path | None, _in_hands("--trace", metavar="FILE", help="Write each step to FILE as JSON.")
 ]
+NoStages = Annotated[
+    bool,
+    _in_hands("--no-record-stages", help="Leave what each processor did out of the record."),
+]
 
 
 def refuse_prompt(said: dict[str, Any]) -> None:

@@ -182,6 +182,14 @@ def serve(
             rich_help_panel=_seen,
         ),
     ] = False,
+    no_record_stages: Annotated[
+        bool,
+        typer.Option(
+            "--no-record-stages",
+            help="Leave what each processor did out of them.",
+            rich_help_panel=_seen,
+        ),
+    ] = False,
     quantize: o.Quantize = None,
     cache_dtype: o.CacheDtypeOption = None,
     offline: o.Offline = False,
@@ -219,6 +227,7 @@ def serve(
         "record_dir": None if record_dir is None else str(record_dir),
         "record_keys": record_key,
         "record_redacted": record_redacted or None,
+        "record_stages": False if no_record_stages else None,
         "quantize": None if quantize is None else quantize.value,
         "cache_dtype": None if cache_dtype is None else cache_dtype.value,
         "offline": offline or context.obj or None,

@@ -209,7 +209,7 @@ def score(
             allowed = allowed_tokens(seen, given.values)
     scores = mixed(request, given, beside, early, allowed)
     stages = None
-    if any(group.request.watcher is not None for group in groups):
+    if any(group.request.shows_stages for group in groups):
         stages = Stages()
         if scores is not given:
             _note_readout(stages, layout, feeds.table, request, scores)

@@ -129,7 +129,7 @@ class Choices:
             layout = scored.layout
         if scored.shown:
             self.history = scored.shown[: len(before) + int(children.counts.max())]
-        if self.observed or scored.stages is not None:
+        if self.observed or any(group.request.watcher is not None for group in scored.groups):
             self.records.append(StepRecord(scored, children, dict(self._captures(scored))))
         if any(group.request.wants.logprobs is not None for group in scored.groups):
             children, noted = note_choices(layout.sequences, layout.first, children, scored.logits)

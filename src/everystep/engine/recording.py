@@ -60,6 +60,11 @@ class RunRecorder:
     _written: dict[str, int] = field(default_factory=dict)
     _lengths: dict[tuple[str, int], int] = field(default_factory=dict)
 
+    @property
+    def stages(self) -> bool:
+        """True if the scores that each processor left are recorded."""
+        return self.writer.stages
+
     @classmethod
     def of(
         cls,
@@ -81,6 +86,8 @@ class RunRecorder:
         about = {**_about(request), "configuration": _configuration(fields), "trims": trims}
         if adapted is not None:
             about["adapted"] = adapted
+        if not writer.stages:
+            about["every_stage"] = False
         if source is not None:
             about |= _about_source(source)
         spell = None if tokenizer is None else _speller(tokenizer)
@@ -134,6 +141,18 @@ class RunRecorder:
         kind = {"type": "edit", "run": self._names[request], "at": at}
         self.writer.write([*lines, *self._texts(own), {**kind, "ids": own, "given": given}])
         self._lengths[request, 0] = len(tokens)
+
+    def resumed(self, request: str, texts: list[list[int]], given: list[int]) -> None:
+        """Write the ids that stand after the prompt of a run whose first steps are elsewhere, of
+        each of its sequences; of the first, those at `given` were not chosen."""
+        self.begin(request)
+        for index, ids in enumerate(texts):
+            line = {"type": "tokens", "run": self._names[request], "index": index, "at": 0}
+            if ids:
+                self.writer.write([*self._texts(ids), {**line, "ids": ids}])
+                self._lengths[request, index] = len(ids)
+        if given:
+            self.edited(request, 0, texts[0], given)
 
     def changed(self, request: str, at: int, changes: Mapping[str, object]) -> None:
         """Write that other values hold from the choice after `at` tokens on."""
@@ -394,6 +413,8 @@ class ChosenRows:
         left, after = held(scored.scores), held(scored.offered)
         if not held(last.scores).equals(last.number, left, row.number):
             name = "hooks" if self.request.hooks else "unknown"
+            if not self.request.shows_stages:
+                name = "all"
             found.append(StageOfRow(name, scored.scores, row.number))
         if not left.equals(row.number, after, row.number):
             found.append(StageOfRow("drafts", scored.offered, row.number))

@@ -142,6 +142,8 @@ def heading(record: Record, run: RecordedRun) -> list[tuple[str, str]]:
     for name in ("processors", "stops", "hooks", "adapters"):
         for one in _items(about.get(name)):
             found.append((name, _text(one[-1] if isinstance(one, list) and one else one)))
+    if about.get("every_stage") is False:
+        found.append(("stages", "all of them together; what each did is not recorded"))
     steer = about.get("steer")
     for layer, said in steer.items() if isinstance(steer, dict) else ():
         norm = said.get("norm") if isinstance(said, dict) else None

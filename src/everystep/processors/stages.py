@@ -20,7 +20,7 @@ class NotedStage(NamedTuple):
 
 
 class Stages:
-    """The scores of rows whose requests are watched, stage by stage.
+    """The scores of rows whose requests show their stages, one after another.
 
     What is noted is a copy of what a stage left, so noting runs nothing twice and changes no bit.
     """
@@ -39,7 +39,7 @@ class Stages:
 
         `waiting`: a processor that has still to be applied to the scores.
         """
-        at = [r for r, one in enumerate(rows.sequences) if one.request.watcher is not None]
+        at = [r for r, one in enumerate(rows.sequences) if one.request.shows_stages]
         if not at:
             return
         chosen, left = rows, scores

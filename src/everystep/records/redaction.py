@@ -74,6 +74,8 @@ def _run(line: Mapping[str, Json]) -> Line:
         for place, one in enumerate(_list(line.get("adapters")))
         if isinstance(one, list) and len(one) == 2 and _is_number(one[1])
     ]
+    if line.get("every_stage") is False:
+        found["every_stage"] = False
     found["beyond_ids"] = [_class(one) for one in _list(line.get("beyond_ids"))]
     follows = _list(line.get("follows"))
     found["follows"] = [str(follows[0])[:_NAME], _GONE] if follows else None

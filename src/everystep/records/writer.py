@@ -36,13 +36,17 @@ class RecordWriter:
     The file is made, or emptied, with the first line. It is closed between two writes, so that
     nothing is left open whatever becomes of a run. Lines that are handed over wait for those behind
     them, compressed ones until there are 64 kB of them or a run ends; each block of these can be
-    read by itself. Where the file cannot be written, a
-    warning says so once, and the record stops: the generation goes on. `redacted`: texts are left
-    out before a line reaches the file, as by `redact_record`. `known`: ids that it spells.
+    read by itself. Where the file cannot be written, a warning says so once, and the record stops:
+    the generation goes on. `redacted`: texts are left out before a line reaches the file, as by
+    `redact_record`. `stages`: whether each choice has the scores that every processor left;
+    without, it has logits and the scores that all of them left together, and costs less. `known`:
+    ids that it spells.
     """
 
-    def __init__(self, path: str | PathLike[str], *, redacted: bool = False) -> None:
-        self.path, self.redacted = as_path(path), redacted
+    def __init__(
+        self, path: str | PathLike[str], *, redacted: bool = False, stages: bool = True
+    ) -> None:
+        self.path, self.redacted, self.stages = as_path(path), redacted, stages
         require_writable(self.path)
         self.known: set[int] = set()
         self._lock = threading.RLock()

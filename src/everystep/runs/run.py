@@ -110,6 +110,9 @@ class Run:
         run = cls(model, session, state.passed, rules, hands, group, state.trail)
         require_possible(state, len(run.tokens), alone=is_one(request))
         rules[-1][1].require_room(model, max(state.trail.given, default=-1) + 1)
+        if (recorder := run._recorder) is not None:
+            texts = [[*run._ids(index)] for index in range(request.strategy.returns)]
+            recorder.resumed(run._group.request.request_id, texts, sorted(state.trail.given))
         return run
 
     def __repr__(self) -> str:

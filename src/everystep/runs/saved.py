@@ -15,7 +15,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypedDict, cast
@@ -76,6 +76,12 @@ class RunState:
     adapters: tuple[str, ...]
     trail: Trail
     group: bytes
+
+    def recorded(self, record: object) -> RunState:
+        """Return a run whose further steps are written to a record."""
+        rules = [(at, replace(one, options={**one.options, "record": record}))
+                 for at, one in self.rules]  # fmt: skip
+        return replace(self, rules=rules)
 
 
 def write_run(state: RunState, model: Subject, tokenizer: object, path: Path) -> None:
@@ -164,18 +170,19 @@ def read_run(
     absent = sorted({name for _, (_, missing, *_) in written["rules"] for name in missing})
     if metadata.get("pass_again") != " ".join(absent):
         raise _damaged(file, "pass_again")
-    record = {name: one for name, one in again.items() if name == "record"}
+    record = again.get("record")
     again = {name: one for name, one in again.items() if name != "record"}
     _check_again(absent, again)
     _check_prefix(written["prefix"], again)
     rules = []
     for start, (plain, missing, seed, sampling) in written["rules"]:
-        options = {**_revived(file, plain), **{name: again[name] for name in missing}, **record}
+        options = {**_revived(file, plain), **{name: again[name] for name in missing}}
         rules.append((start, Asked(options, seed, _chat(file, sampling))))
     given, shown_before = frozenset(written["given"]), frozenset(written["shown"])
     trail = Trail(given, written["memos"], written["number"], shown_before)
     group = written["group"].tobytes()
-    return RunState(_prompt(file, tensors), rules, adapters, trail, group)
+    read = RunState(_prompt(file, tensors), rules, adapters, trail, group)
+    return read if record is None else read.recorded(record)
 
 
 def _check_version(file: Path, metadata: Mapping[str, str]) -> None:

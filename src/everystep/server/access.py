@@ -14,6 +14,7 @@ from pathlib import Path
 
 from everystep.errors import RequestError
 from everystep.files.atomic import require_writable
+from everystep.server.messages import RecordTo
 
 
 def digest_of(key: str) -> str:
@@ -69,11 +70,12 @@ MOST_RECORDS = 1000
 class RecordFolder:
     """The folder of an operator's records, which its owner alone can read, a file per prompt.
 
-    `redacted`: whether texts are left out before they reach a file.
+    `redacted`: whether texts are left out before they reach a file. `stages`: whether what each
+    processor did is in it.
     """
 
-    def __init__(self, folder: Path, *, redacted: bool = False) -> None:
-        self.folder, self.redacted = folder, redacted
+    def __init__(self, folder: Path, *, redacted: bool = False, stages: bool = True) -> None:
+        self.folder, self.redacted, self.stages = folder, redacted, stages
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             require_writable(folder / "record")
@@ -87,10 +89,11 @@ class RecordFolder:
         with os.scandir(self.folder) as found:
             return sum(1 for _ in islice(found, MOST_RECORDS)) == MOST_RECORDS
 
-    def new_file(self) -> Path:
-        """Return the path of another record, named by the time in UTC."""
+    def another(self) -> RecordTo:
+        """Return another record to write, in a file that is named by the time in UTC."""
         now = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-        return self.folder / f"{now}-{secrets.token_hex(4)}.jsonl.gz"
+        file = self.folder / f"{now}-{secrets.token_hex(4)}.jsonl.gz"
+        return RecordTo(str(file), self.redacted, self.stages)
 
 
 def key_of(authorization: str, api_key: str) -> str:

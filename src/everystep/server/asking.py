@@ -154,8 +154,7 @@ class Wanted:
             Ask(
                 *(n, self.to.model, ids, known, chat, stream),
                 **beside,
-                record=None if kept is None else str(kept.new_file()),
-                redacted=kept is not None and kept.redacted,
+                record=None if kept is None else kept.another(),
             )
             for n, (ids, _) in pairs
         ]

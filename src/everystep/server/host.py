@@ -42,7 +42,6 @@ from everystep.images import PictureTokenizer
 from everystep.outputs import TokenLogprobs
 from everystep.processors.grammars.source import KINDS
 from everystep.processors.grammars.trials import GrammarTrials
-from everystep.records import RecordWriter
 from everystep.requests.options import Options
 from everystep.requests.prompts import PromptLike
 from everystep.server.hosted_runs import HostedRuns
@@ -280,7 +279,7 @@ class EngineHost:
             if ask.pools is not None:
                 keywords["strategy"] = _pooling(ask.pools, hosted.model)
             elif ask.record is not None:
-                keywords["record"] = RecordWriter(ask.record, redacted=ask.redacted)
+                keywords["record"] = ask.record.writer()
             return hosted.session.asked(prompt, keywords, since, in_chat=ask.in_chat)
 
         def notice() -> None:

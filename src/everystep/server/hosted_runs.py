@@ -134,6 +134,8 @@ class HostedRuns:
         model, tokenizer = self._models[given["model"]]
         keywords = as_keywords(given["keywords"], self._steering[given["model"]])
         seed: Any = keywords.pop("seed")
+        if ask.record is not None:
+            keywords["record"] = ask.record.writer()
         chat = model.chat_defaults if given["in_chat"] else None
         run = Run.begun(model, tokenizer, given["prompt"], Asked(keywords, seed, chat))
         self._know(ask.run, run, given["model"])
@@ -145,6 +147,8 @@ class HostedRuns:
     def _resume(self, ask: RunAsk) -> Iterator[Part]:
         model, tokenizer = self._models[ask.given["model"]]
         read = self._saved(ask)
+        if ask.record is not None:
+            read = read.recorded(ask.record.writer())
         with _told_of_the_run():
             run = Run.restored(model, tokenizer, read)
         self._know(ask.run, run, ask.given["model"])

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from everystep.errors import FormatError
+from everystep.records import RecordWriter
 
 MOST_BYTES = 1 << 27
 """Bytes of a frame at most."""
@@ -29,13 +30,25 @@ class Pixels(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
+class RecordTo(msgspec.Struct, frozen=True):
+    """A file that the steps of an ask are written to, and what is left out of it: texts if it is
+    `redacted`, and what each processor did if it is without `stages`."""
+
+    path: str
+    redacted: bool
+    stages: bool
+
+    def writer(self) -> RecordWriter:
+        """Return what writes it."""
+        return RecordWriter(self.path, redacted=self.redacted, stages=self.stages)
+
+
 class Ask(msgspec.Struct, tag=True, frozen=True):
     """A prompt for a model: its ids, the keywords of `generate` beside it, and whether it was a
     conversation. `streams`: whether its tokens are told as they come. `pools`: how its hidden
     states become the vector that is wanted in place of an answer. `pictures`: those that stand
-    among the ids, in their order. `record`: the file that its steps are written to, None for
-    none; `redacted`: without texts. `owner`: whose it is, by a digest of the key; None where there
-    are no keys."""
+    among the ids, in their order. `record`: where its steps are written. `owner`: whose it is, by
+    a digest of the key; None where there are no keys."""
 
     id: int
     model: str
@@ -46,8 +59,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     seconds: float | None = None
     pools: str | None = None
     pictures: list[Pixels] = []
-    record: str | None = None
-    redacted: bool = False
+    record: RecordTo | None = None
     owner: str | None = None
 
 
@@ -80,8 +92,8 @@ class HearAsk(msgspec.Struct, tag=True, frozen=True):
 class RunAsk(msgspec.Struct, tag=True, frozen=True):
     """Something that is to be done to a run, by its name in `everystep.Run`, with what it is given.
 
-    `run`: the name of the run; `data`: the bytes of a saved one; `model`: whose run it is. `owner`:
-    as of a prompt.
+    `run`: the name of the run; `data`: the bytes of a saved one; `model`: whose run it is.
+    `record`: of one that begins here. `owner`: as of a prompt.
     """
 
     id: int
@@ -90,6 +102,7 @@ class RunAsk(msgspec.Struct, tag=True, frozen=True):
     given: dict[str, Any] = {}
     data: bytes = b""
     model: str = ""
+    record: RecordTo | None = None
     owner: str | None = None
 
 

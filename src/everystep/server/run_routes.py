@@ -247,7 +247,9 @@ class RunRoutes:
             raise HttpError(503, "the engine is being started", code="engine_starting", retry=2)
         place = _place(front, verb, given)
         number, owner = front.link.next_number(), calling().flow
-        ask = RunAsk(number, name, verb, dict(given), data, model, owner)
+        kept = calling().records if verb in ("open", "resume") else None
+        record = None if kept is None else kept.another()
+        ask = RunAsk(number, name, verb, dict(given), data, model, record, owner)
         deadline, loop = front.settings.deadline, asyncio.get_running_loop()
         late = None if deadline is None else loop.time() + deadline
         async with aclosing(front.link.follow(ask, place)) as news:

@@ -43,7 +43,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     address. `drain_seconds`: what a stop waits for. `hang_seconds`: of silence, or in one step,
     after which an engine is ended and started again; 0 for never. `files`: the folder of batch
     files. `record_dir`: where the steps of what `record_keys` ask for are written, without texts if
-    they are `record_redacted`. `max_picture_pixels`: of all pictures of a request, as they are
+    they are `record_redacted`, without what each processor did unless they have `record_stages`.
+    `max_picture_pixels`: of all pictures of a request, as they are
     sent. `max_pixels`: of a picture as it is read, None for what the model's files say.
     `max_sound_seconds`: of a sound that is written down. `vllm_metrics`: metrics have vLLM's names
     too. `otlp_endpoint`: where spans of requests are sent. `quota`: that of keys without one of
@@ -93,6 +94,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     record_dir: str | None = None
     record_keys: list[str] = []
     record_redacted: bool = False
+    record_stages: bool = True
     quota: Quota | None = None
     quotas: dict[str, Quota] = {}
     replicas: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -211,11 +213,13 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _records(self) -> RecordFolder | None:
-        """Return where requests are recorded; RequestError where texts are left out of nothing."""
+        """Return where requests are recorded; RequestError for what is left out of no record."""
         if self.record_dir is not None:
-            return RecordFolder(Path(self.record_dir), redacted=self.record_redacted)
-        if self.record_redacted:
-            what = "record_redacted is about records, and none are asked for"
+            left_out = {"redacted": self.record_redacted, "stages": self.record_stages}
+            return RecordFolder(Path(self.record_dir), **left_out)
+        if self.record_redacted or not self.record_stages:
+            name = "record_redacted" if self.record_redacted else "record_stages"
+            what = f"{name} is about records, and none are asked for"
             raise RequestError(what, do="Give --record-dir and --record-key")
         return None
 

@@ -33,8 +33,17 @@ from everystep.types.scores import Scores
 from everystep.types.table import TokenTable
 from everystep.types.work import Past, ResolvedAdapter
 
-Watcher = Callable[[Any], None]
-"""A function that is told of every step of a request; see `engine/watching.py`."""
+
+class Watcher(Protocol):
+    """A listener that is told of every step of a request; see `engine/watching.py`.
+
+    `stages`: whether it is told what each processor left, and not only what all of them did.
+    """
+
+    @property
+    def stages(self) -> bool: ...
+
+    def __call__(self, step: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +126,11 @@ class Request:
         shift = self.pad_prefix - self.prompt.hidden
         object.__setattr__(self, "shift", shift)
         object.__setattr__(self, "prompt_visible", self.prompt.length + shift)
+
+    @property
+    def shows_stages(self) -> bool:
+        """True if somebody is told what each of its processors left."""
+        return self.watcher is not None and self.watcher.stages
 
     def visible_prompt(self) -> np.ndarray:
         """Return the ids that stand before the first generated one."""

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pytest
+
 LONGEST = 60.0
 
 
@@ -19,6 +21,11 @@ def chromium() -> str | None:
     """The program, if the machine has one."""
     names = ("chromium", "chromium-browser", "google-chrome")
     return next((found for name in names if (found := shutil.which(name))), None)
+
+
+needs_chromium = pytest.mark.skipif(
+    chromium() is None, reason="chromium is not installed: run scripts/chromium"
+)
 
 
 class Browser:

@@ -18,9 +18,9 @@ from everystep.inspector.sessions import LiveSession
 from everystep.records import read_record
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
-from tests.inspector.browser import Browser, chromium
+from tests.inspector.browser import Browser, needs_chromium
 
-pytestmark = pytest.mark.skipif(chromium() is None, reason="chromium is not installed")
+pytestmark = needs_chromium
 GIVEN: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": None}
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 20, "temperature": 0.7, "seed": 3}
 READY = "document.querySelectorAll('#step td').length > 0"

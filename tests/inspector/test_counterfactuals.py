@@ -104,6 +104,18 @@ def test_what_cannot_be_repeated_says_why(sampled: Record, tmp_path: Path) -> No
     assert repeat(record, "0", MODEL, TOKENIZER, logits_processor=[odd]).difference == 0.0
 
 
+def test_a_prompt_with_more_than_ids_is_not_repeated_from_ids(tmp_path: Path) -> None:
+    """What stands inside it is named, though it has no positions of its own."""
+    own = tiny_llama(vocab_size=320, hidden_size=16, dtype=torch.float32)
+    own.prompt_inputs = [es.PromptInput("tone", lambda x: x, (1, 16), token=7)]
+    file, given = tmp_path / "a", torch.randn(1, 1, 16, generator=torch.Generator().manual_seed(1))
+    own.generate(torch.tensor([[5, 7, 9]]), tone=given, max_new_tokens=3, record=file)
+    record = read_record(file)
+    assert record.runs["0"].about["beyond_ids"] == ["tone"]
+    with pytest.raises(RequestError, match="ids and tone"):
+        repeat(record, "0", own, TOKENIZER)
+
+
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_what_was_needed_is_what_is_needed(kind: str, tmp_path: Path) -> None:
     record = recorded(tmp_path / "a", **KINDS[kind])

@@ -19,9 +19,8 @@ from everystep.inspector.sessions import MOST_RUNS, Known, LiveSession, Reading
 from everystep.records import read_record
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
-from tests.inspector.browser import Browser, chromium
+from tests.inspector.browser import Browser, needs_chromium
 
-needs_chromium = pytest.mark.skipif(chromium() is None, reason="chromium is not installed")
 MODEL = tiny_llama(vocab_size=320, hidden_size=16, dtype=torch.float32)
 TOKENIZER = tiny_tokenizer(320)
 PROMPT = "ab ab"

@@ -6,19 +6,17 @@ import re
 import tracemalloc
 from pathlib import Path
 
-import pytest
-
 from everystep.inspector.page_server import PageServer
 from everystep.inspector.sessions import Reading
 from everystep.records import read_record
-from tests.inspector.browser import Browser, chromium
+from tests.inspector.browser import Browser, needs_chromium
 from tests.inspector.long_records import long_record
 
 STEPS = 3000
 COUNTS = "everystep.counts"
 
 
-@pytest.mark.skipif(chromium() is None, reason="chromium is not installed")
+@needs_chromium
 def test_a_jump_asks_for_one_window_and_draws_one_part(tmp_path: Path) -> None:
     long_record(tmp_path / "a.jsonl.gz", STEPS)
     session = Reading(("long", read_record(tmp_path / "a.jsonl.gz")))

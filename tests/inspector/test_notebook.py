@@ -17,7 +17,7 @@ from everystep.inspector.widget import InspectorWidget, show
 from everystep.records import Record, RecordedRun, read_record
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
-from tests.inspector.browser import Browser, chromium
+from tests.inspector.browser import Browser, needs_chromium
 
 MODEL = tiny_llama(vocab_size=320, hidden_size=16, dtype=torch.float32)
 TOKENIZER = tiny_tokenizer(320)
@@ -134,7 +134,7 @@ widget.render({{ el: document.getElementById("cell"), model: {{
 </script></body></html>"""
 
 
-@pytest.mark.skipif(chromium() is None, reason="chromium is not installed")
+@needs_chromium
 def test_a_cell_has_the_page(tmp_path: Path) -> None:
     run = es.open(MODEL, TOKENIZER, "ab", **GIVEN, eos_token_id=None, record=tmp_path / "a")
     next(run), next(run)

@@ -18,9 +18,8 @@ from everystep.inspector.page import document, page, write_page
 from everystep.records import Record, RecordedRun, read_record
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
-from tests.inspector.browser import Browser, chromium
+from tests.inspector.browser import Browser, needs_chromium
 
-needs_chromium = pytest.mark.skipif(chromium() is None, reason="chromium is not installed")
 HOSTILE = (
     "<script>document.title='taken'</script>",
     "<img src=x onerror=\"document.title='taken'\">",

@@ -20,10 +20,10 @@ from everystep.records import Record, RecordedRow, RecordedRun, read_record
 from tests.cli.conftest import call as call
 from tests.cli.running import Caller
 from tests.cli.tiny_model import write_tiny_model
-from tests.inspector.browser import Browser, chromium
+from tests.inspector.browser import Browser, needs_chromium
 from tests.inspector.test_live import OPEN, said, tab_to
+from tests.models.pictures import IMAGE, ROWS, model_of, prompt_of, reference_of
 
-needs_chromium = pytest.mark.skipif(chromium() is None, reason="chromium is not installed")
 PROMPT = "ab ab ab"
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 9, "top_p": 0.9, "temperature": 1.3}
 HIGH = list(range(94, 256))  # bytes that are not letters, digits and signs of ASCII
@@ -46,6 +46,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "diverse": {**LONG, "num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
     "constrained": {**LONG, "num_beams": 3, "force_words_ids": [[99, 100]]},
     "drafted": {"max_new_tokens": 24, "eos_token_id": None, "assistant_early_exit": 1},
+    "branches": {
+        "max_new_tokens": 24,
+        "eos_token_id": None,
+        "num_drafts": 3,
+        "assistant_early_exit": 1,
+        "num_assistant_tokens": 2,
+        "num_assistant_tokens_schedule": "constant",
+    },
     "agreed": {"max_new_tokens": 12, "eos_token_id": None},
     "grammar": {**LONG, "regex": "(yes|no|maybe) [ab]"},
     "stopped": {**LONG, "eos_token_id": None, "suppress_tokens": HIGH, "trim_stop_strings": True},
@@ -97,6 +105,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         es.generate(model, tokenizer, PROMPT, **given, record=found.file(kind))
     theirs = es.LanguageModel(model.core, model.generation_config, executor="torch")
     es.generate(theirs, tokenizer, PROMPT, **KINDS["greedy"], record=found.file("torch"))
+    shown = model_of(reference_of("qwen3_vl", torch.float32))
+    pictures = prompt_of(ROWS["two images"], dtype=torch.float32)
+    shown.generate(**pictures, max_new_tokens=6, do_sample=False, record=found.file("pictures"))
     return found
 
 
@@ -315,6 +326,15 @@ def won_in_terminal(shell: Shell) -> None:
     assert re.search(r"-?[\d.]+ / \d+\^1\.5 = -?[\d.]+, returned", shell("beams", "--tree"))
 
 
+def branches_of(made: Made) -> tuple[int, int]:
+    """A token of a step with several drafts, of which not the first was right for longest."""
+    for number, step in enumerate(one for one in made.run("branches").steps if one.rows):
+        if len({draft.right for draft in step.drafts}) > 1 and step.drafts[0].right == 0:
+            assert len({draft.ids[0] for draft in step.drafts}) == len(step.drafts) > 1
+            return step.rows[0].at, number
+    raise AssertionError("no second draft was right")
+
+
 def drafts_of(made: Made) -> tuple[int, int]:
     """A token of a step whose draft was wrong somewhere, and the step's place."""
     steps = [one for one in made.run("drafted").steps if one.rows]
@@ -328,6 +348,9 @@ def drafts_on_page(page: Screen) -> None:
     text = page.open("drafted").stand(drafts_of(page.made)[0])
     assert re.search(r"drafted after sequence 0: .*; the first \d were right", text)
     assert "in place of" in text and "by " in text
+    text = page.open("branches").stand(branches_of(page.made)[0])
+    assert text.count("drafted after sequence 0: ") > 1
+    assert "as another draft was right for longer" in text
 
 
 def drafts_in_terminal(shell: Shell) -> None:
@@ -335,6 +358,8 @@ def drafts_in_terminal(shell: Shell) -> None:
     assert re.search(
         r"drafted after sequence 0: .*; the first \d were right; then .* in place", out
     )
+    out = shell("branches", "--step", str(branches_of(shell.made)[1]))
+    assert re.search(r"(?s)the first 0 were right.*the first [12] were right", out)
 
 
 def paid_on_page(page: Screen) -> None:
@@ -393,10 +418,16 @@ def prompt_on_page(page: Screen) -> None:
     assert page.open("greedy").reach(".prompt") == marked(PROMPT)
     title = page.value("document.querySelector('.prompt span').title")
     assert title == f"position 0, id {page.made.run('greedy').prompt[0]}"
+    text = page.open("pictures").reach(".prompt")
+    assert text.count(f"<{IMAGE}>") == page.made.run("pictures").prompt.count(IMAGE) > 4
+    assert "beside idspositions, pictures" in page.text("dl")
 
 
 def prompt_in_terminal(shell: Shell) -> None:
     assert f"{len(PROMPT)} ids: {marked(PROMPT)}" in shell("greedy")
+    out, run = shell("pictures"), shell.made.run("pictures")
+    assert f"{len(run.prompt)} ids: " in out and f"<{IMAGE}><{IMAGE}>" in out
+    assert "beside ids\tpositions, pictures" in out
 
 
 def origin_on_page(page: Screen) -> None:

@@ -15,11 +15,10 @@ from everystep.server.access import Keys, digest_of
 from everystep.server.chat_page import PAGE_PATHS, STRATEGIES
 from everystep.server.exchange import FrontSettings
 from everystep.testing.models import tiny_llama
-from tests.inspector.browser import Browser, chromium
+from tests.inspector.browser import Browser, needs_chromium
 from tests.server.serving import TOKENIZER, Served, chunks_of, in_thread, served, tiny
 from tests.server.test_strangers import idle
 
-needs_chromium = pytest.mark.skipif(chromium() is None, reason="chromium is not installed")
 READY = "document.querySelectorAll('#models tr').length > 0"
 DONE = "document.querySelector('#stop').disabled && document.querySelector('.turn .quiet') !== null"
 HOSTILE = "<img src=x onerror=\"document.title='taken'\">"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ class Layout:
     copy of, its own for others. Of each sequence, `group_of` is the index of its group, `sources`
     the sequence that was fed for it, `drafts` what was drafted. Of each row, `owner` is the index
     of its sequence, `place` how many drafted tokens it follows, `follow` the sequence as it is
-    there.
+    there. `tries`: of each sequence that was kept of several all their drafts, in order.
     """
 
     sequences: list[Sequence]
@@ -32,6 +32,7 @@ class Layout:
     owner: list[int]
     place: list[int]
     follow: list[Sequence]
+    tries: list[list[np.ndarray]] = field(default_factory=list)
 
     @property
     def alternatives(self) -> bool:
@@ -62,6 +63,11 @@ class Layout:
         pairs = [*zip(self.owner, self.place, strict=True)]
         return [[own[s] + i for s, i in pairs] for own in rows]
 
+    def tried(self, s: int) -> list[np.ndarray]:
+        """Return the drafts of a sequence, those that it was kept before among them."""
+        drafts = self.tries[s] if self.tries else [self.drafts[s]]
+        return [draft for draft in drafts if len(draft)]
+
     def only(self, kept: list[int]) -> tuple[Layout, list[int]]:
         """The layout of these sequences alone, in rising order, and which rows are theirs."""
         number = {s: i for i, s in enumerate(kept)}
@@ -75,6 +81,10 @@ class Layout:
             [number[self.owner[row]] for row in rows],
             [self.place[row] for row in rows],
             [self.follow[row] for row in rows],
+            [
+                [draft for draft, one in zip(self.drafts, self.origin, strict=True) if one == own]
+                for own in [self.origin[s] for s in kept]
+            ],
         )
         return layout, rows
 

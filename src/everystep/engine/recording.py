@@ -75,15 +75,16 @@ class RunRecorder:
         trims: bool,
         adapted: str | None,
         source: Prompt | None,
+        shown: tuple[str, ...],
         request: Request,
     ) -> RunRecorder:
         """Return the recorder of a request; `fields`: the configuration in force.
 
         `digests`: of model and tokenizer. `trims`: whether texts lose the stop string that ended
         them. `adapted`: the digest of the model with the request's adapters, if it has some.
-        `source`: what an encoder reads.
+        `source`: what an encoder reads. `shown`: names of what is read inside the prompt.
         """
-        about = {**_about(request), "configuration": _configuration(fields), "trims": trims}
+        about = {**_about(request, shown), "configuration": _configuration(fields), "trims": trims}
         if adapted is not None:
             about["adapted"] = adapted
         if not writer.stages:
@@ -366,7 +367,7 @@ class ChosenRows:
             if layout.sequences[s].finish is None:
                 rows += _rows_seen(record, s, ids, held.drawn)
                 said += _children(record, s, own, ids)
-            if len(draft := layout.drafts[s]):
+            for draft in layout.tried(s):
                 right = max([_agreed(draft.tolist(), one) for one in ids], default=0)
                 drafts.append([layout.sequences[s].index, draft.tolist(), right])
         return cls(request, rows, said, drafts, held)
@@ -490,7 +491,7 @@ def _ends(request: Request) -> list[int]:
     return [*dict.fromkeys(id for one in stops for id in one.ids)]
 
 
-def _about(request: Request) -> dict[str, object]:
+def _about(request: Request, shown: tuple[str, ...]) -> dict[str, object]:
     """Return what is decided of a request before its first step, as JSON."""
     prompt, draws = request.visible_prompt(), request.draws
     drafter, readout = request.drafter, request.readout
@@ -500,7 +501,7 @@ def _about(request: Request) -> dict[str, object]:
         "first_position": max(0, len(prompt) - _MOST_PROMPT) - request.shift,
         "positions": request.prompt.length,
         "cached": request.prompt.start,
-        "beyond_ids": _beyond_ids(request.prompt),
+        "beyond_ids": [*_beyond_ids(request.prompt), *shown],
         "strategy": _said(request.strategy),
         "width": request.strategy.width,
         "returns": request.strategy.returns,

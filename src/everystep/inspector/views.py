@@ -511,12 +511,14 @@ def about_step(record: Record, step: RecordedStep) -> list[str]:
 
 def fed_lines(step: RecordedStep) -> list[str]:
     """Return what each sequence fed, what came from a cache, and what its row holds after it."""
-    wrong = {one.of: len(one.ids) - one.right for one in step.drafts}
     found = []
     for fed in step.fed:
-        taken = wrong.get(fed.of, 0)
+        drafts = [one for one in step.drafts if one.of == fed.of]  # the row's own one comes first
+        taken = len(drafts[0].ids) - max(one.right for one in drafts) if drafts else 0
         holds = fed.start + fed.count - taken
-        back = f", as {taken} of drafts were taken back" if taken else ""
+        back = f", as {taken} of drafts were taken back" if taken > 0 else ""
+        if drafts and drafts[0].right < max(one.right for one in drafts):
+            back = ", as another draft was right for longer"
         line = f"sequence {fed.of} fed {fed.count} positions; {fed.start} came from a cache"
         found.append(f"{line}; its row holds {holds} after it{back}")
     return found

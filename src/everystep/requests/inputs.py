@@ -83,6 +83,11 @@ class Inputs:
         """The number of rows of the call."""
         return len(self.prompts)
 
+    def shown(self, row: int) -> tuple[str, ...]:
+        """Return the names of what is encoded and read inside the prompt of a row."""
+        named = self.values[row] if self.values else ()
+        return (*named, *(("pictures",) if self.pictures and self.pictures[row] else ()))
+
     @property
     def pads(self) -> tuple[int, ...]:
         """(B,) the number of pad ids before each prompt in the rectangle of ids."""

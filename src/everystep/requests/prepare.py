@@ -38,7 +38,6 @@ from everystep.requests.caches import continued, new_cache, require_possible, ro
 from everystep.requests.drafts import drafts_of
 from everystep.requests.grammars import allowed_in, forces
 from everystep.requests.inputs import (
-    EncoderSource,
     Inputs,
     placed,
     refuse_second_encoders,
@@ -174,7 +173,7 @@ def prepare(
         width, ahead = strategy.width, new - 1  # the last token is not fed
         require_rows_fit(subject, inputs, width, ahead, together=together, coded=coded)
     if options.record is not None:
-        rows = _recorded(subject, options, options.record, inputs.source, rows)
+        rows = _recorded(subject, options, options.record, inputs, rows)
     shows = fields.output_hidden_states or fields.output_attentions
     captures, kept = bool(fields.return_dict_in_generate and shows), kept_rows(strategy)
     return Call(options, inputs, rows, runs, strategy, kept, captures, cache, how)
@@ -261,11 +260,11 @@ def _recorded(
     subject: Subject,
     options: Options,
     writer: RecordWriter,
-    source: EncoderSource | None,
+    inputs: Inputs,
     rows: tuple[Request, ...],
 ) -> tuple[Request, ...]:
-    """Return the requests with what writes down their steps; `source`: what an encoder reads."""
-    fields, tokenizer = options.effective, options.tokenizer
+    """Return the requests with what writes down their steps."""
+    fields, tokenizer, source = options.effective, options.tokenizer, inputs.source
     digests = subject.digest(), tokenizer_digest(tokenizer)
     about = partial(RunRecorder.of, writer, fields, tokenizer, digests, options.trims)
     mixes = (without_steering(row.adapters) for row in rows)
@@ -273,8 +272,9 @@ def _recorded(
     read: Sequence[Prompt | None] = [None] * len(rows)
     if source is not None:
         read = source.prompts or [Prompt(encoder=one) for one in source.states]
-    each = zip(adapted, read, rows, strict=True)
-    watchers = [about(digest, own, row) for digest, own, row in each]
+    shown = [inputs.shown(row) for row in range(len(rows))]
+    each = zip(adapted, read, shown, rows, strict=True)
+    watchers = [about(digest, own, beside, row) for digest, own, beside, row in each]
     return tuple(replace(row, watcher=one) for row, one in zip(rows, watchers, strict=True))
 
 

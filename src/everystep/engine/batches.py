@@ -209,7 +209,8 @@ def score(
             allowed = allowed_tokens(seen, given.values)
     scores = mixed(request, given, beside, early, allowed)
     stages = None
-    if any(group.request.shows_stages for group in groups):
+    watchers = [group.request.watcher for group in groups]
+    if any(one is not None and one.stages for one in watchers):
         stages = Stages()
         if scores is not given:
             _note_readout(stages, layout, feeds.table, request, scores)

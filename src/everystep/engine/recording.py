@@ -414,7 +414,7 @@ class ChosenRows:
         left, after = held(scored.scores), held(scored.offered)
         if not held(last.scores).equals(last.number, left, row.number):
             name = "hooks" if self.request.hooks else "unknown"
-            if not self.request.shows_stages:
+            if self.request.watcher is not None and not self.request.watcher.stages:
                 name = "all"
             found.append(StageOfRow(name, scored.scores, row.number))
         if not left.equals(row.number, after, row.number):

@@ -20,7 +20,7 @@ class NotedStage(NamedTuple):
 
 
 class Stages:
-    """The scores of rows whose requests show their stages, one after another.
+    """The scores of rows whose watchers are told of stages, one after another.
 
     What is noted is a copy of what a stage left, so noting runs nothing twice and changes no bit.
     """
@@ -39,7 +39,8 @@ class Stages:
 
         `waiting`: a processor that has still to be applied to the scores.
         """
-        at = [r for r, one in enumerate(rows.sequences) if one.request.shows_stages]
+        watchers = [one.request.watcher for one in rows.sequences]
+        at = [r for r, one in enumerate(watchers) if one is not None and one.stages]
         if not at:
             return
         chosen, left = rows, scores

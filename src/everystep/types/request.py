@@ -127,11 +127,6 @@ class Request:
         object.__setattr__(self, "shift", shift)
         object.__setattr__(self, "prompt_visible", self.prompt.length + shift)
 
-    @property
-    def shows_stages(self) -> bool:
-        """True if somebody is told what each of its processors left."""
-        return self.watcher is not None and self.watcher.stages
-
     def visible_prompt(self) -> np.ndarray:
         """Return the ids that stand before the first generated one."""
         ids = self.prompt.ids

@@ -16,8 +16,7 @@ with the id of its run:
 A step has `rows`, one per choice, and `children`: [parent, index, ids, score, end]. A row has the
 `ids` of its candidates, their `logits`, and for every stage the `values` that it left, null where
 it ruled the candidate out. A run whose `every_stage` is false has one stage for all processors and
-hooks together. Numbers of scores are exact: read as float32 they are the bits that were
-there.
+hooks together. Numbers of scores are exact: read as float32 they are the bits that were there.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Which of the exhaustive tests passed on which commit.
 
     scripts/exhaustive             shows it
-    scripts/exhaustive FOLDER...   runs these folders of tests
-    scripts/exhaustive --left      runs every folder that has not passed on today's sources
+    scripts/exhaustive PART...     runs these folders or files of tests: laws, server/test_pairs.py
+    scripts/exhaustive --left      runs every part that has not passed on today's sources
 
-They take hours, so they are shared out over days: the newest run of each folder is a row of
-tests/exhaustive.json, which says how many files have changed since. A row is about a commit, so
-nothing runs where the sources differ from the last one.
+They take hours, so they are shared out over days: the newest run of each folder, or of its files
+one by one, is a row of tests/exhaustive.json, which says how many files have changed since. A row
+is about a commit, so nothing runs where the sources differ from the last one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 from tests.reading import ROOT
@@ -31,7 +32,7 @@ WATCHED = ("src", "tests", "pyproject.toml", ":(exclude)tests/exhaustive.json")
 
 @dataclass(frozen=True)
 class Run:
-    """The newest run of a folder: its commit, its day, its tests and its seconds."""
+    """The newest run of a part: its commit, its day, its tests and its seconds."""
 
     commit: str
     day: str
@@ -40,25 +41,56 @@ class Run:
     seconds: int
 
 
+@cache
+def files() -> tuple[str, ...]:
+    """Return the files of tests that have some for `--all` alone, by their folders."""
+    found = sorted((ROOT / "tests").rglob("test_*.py"))
+    slow = (one for one in found if "mark.slow" in one.read_text(encoding="utf-8"))
+    names = (str(one.relative_to(ROOT / "tests")) for one in slow)
+    return tuple(name for name in names if "/" in name)
+
+
+def folder_of(part: str) -> str:
+    """Return the folder of a part, which may be one itself."""
+    return part.split("/")[0]
+
+
 def folders() -> list[str]:
-    """Return the folders of tests that have some for `--all` alone."""
-    marked = (
-        path.relative_to(ROOT / "tests").parts[0]
-        for path in (ROOT / "tests").rglob("test_*.py")
-        if "mark.slow" in path.read_text(encoding="utf-8")
-    )
-    return sorted({*marked} - {"test_conftest.py"})
+    """Return the folders of these files."""
+    return [*dict.fromkeys(map(folder_of, files()))]
+
+
+def parts(runs: Mapping[str, Run]) -> list[str]:
+    """Return what ran and what never did, folder by folder: folders, and files of those that did
+    not run as a whole or of which some ran again."""
+    found: list[str] = []
+    for folder in folders():
+        own = [name for name in files() if folder_of(name) == folder]
+        if folder in runs or not runs.keys() & {*own}:
+            found += [folder, *(name for name in own if name in runs)]
+        else:
+            found += own
+    return found
+
+
+def kept(runs: Mapping[str, Run], part: str, newest: Run) -> dict[str, Run]:
+    """Return the runs with that of a part, and without those that it is newer than."""
+    found = {**runs, part: newest}
+    folder = folder_of(part)
+    own = {name for name in files() if folder_of(name) == folder}
+    outdone = own if part == folder else {folder} if own <= found.keys() else set[str]()
+    return {name: one for name, one in found.items() if name == part or name not in outdone}
 
 
 def read(path: Path = RECORD) -> dict[str, Run]:
-    """Return the newest run of each folder that ever ran."""
+    """Return the newest run of each part that ever ran."""
     if not path.is_file():
         return {}
     return {name: Run(**row) for name, row in json.loads(path.read_text()).items()}
 
 
 def write(runs: Mapping[str, Run], path: Path = RECORD) -> None:
-    """Keep the runs, folder by folder."""
+    """Keep the runs, part by part."""
     rows = {name: asdict(runs[name]) for name in sorted(runs)}
     lines = (f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
@@ -90,38 +122,41 @@ def changed_since(commit: str) -> list[str] | None:
     return names + new
 
 
-def run(folder: str) -> Run:
-    """Return how the exhaustive tests of a folder ended on the last commit."""
+def run(part: str) -> Run:
+    """Return how the exhaustive tests of a part ended on the last commit."""
     start = time.monotonic()
     commit = _git("rev-parse", "--short=12", "HEAD").strip()
     with tempfile.TemporaryDirectory() as place:
         report = Path(place) / "report.xml"
         line = [str(ROOT / "scripts/test"), "--all", "-m", "slow", "-q", f"--junitxml={report}"]
-        ended = subprocess.run([*line, f"tests/{folder}"], cwd=ROOT, check=False)
+        ended = subprocess.run([*line, f"tests/{part}"], cwd=ROOT, check=False)
         tests, failed = counted(report) if report.is_file() else (0, 0)
     if ended.returncode and not failed:
-        sys.exit(f"exhaustive: tests/{folder} did not end, and nothing is kept of it")
+        sys.exit(f"exhaustive: tests/{part} did not end, and nothing is kept of it")
     day = datetime.now(UTC).date().isoformat()
     return Run(commit, day, tests, failed, round(time.monotonic() - start))
 
 
 def shown(runs: Mapping[str, Run], changed: Mapping[str, int | None]) -> str:
-    """Return a line for each folder: how its newest run ended, and how old it is."""
-    lines = [f"{'folder':12} {'passed':>7} {'failed':>7} {'minutes':>8}  commit        files since"]
-    for name in folders():
+    """Return a line for each part: how its newest run ended, and how old it is."""
+    names = parts(runs)
+    wide = max(map(len, names))
+    head = f"{'passed':>7} {'failed':>7} {'minutes':>8}  commit        files since"
+    lines = [f"{'part':{wide}} {head}"]
+    for name in names:
         if (one := runs.get(name)) is None:
-            lines.append(f"{name:12} never ran")
+            lines.append(f"{name:{wide}} never ran")
             continue
         figures = f"{one.tests - one.failed:7,} {one.failed:7,} {one.seconds / 60:8.0f}"
         since = "unknown" if changed[name] is None else f"{changed[name]:,}"
-        lines.append(f"{name:12} {figures}  {one.commit}  {since}")
+        lines.append(f"{name:{wide}} {figures}  {one.commit}  {since}")
     return "\n".join(lines)
 
 
 def left(runs: Mapping[str, Run], changed: Mapping[str, int | None]) -> list[str]:
-    """Return the folders that have not passed on what stands now, the shortest ones first."""
+    """Return the parts that have not passed on what stands now, the shortest ones first."""
     open_ones = [
-        name for name in folders()
+        name for name in parts(runs)
         if name not in runs or runs[name].failed or changed[name] != 0
     ]  # fmt: skip
     return sorted(open_ones, key=lambda name: runs[name].seconds if name in runs else 0)
@@ -140,10 +175,10 @@ def main(arguments: Iterable[str]) -> str | None:
     if differing := changed_since("HEAD"):
         return f"exhaustive: commit first; {differing[0]} is not as it is in the last commit"
     wanted = left(runs, changed) if asked == ["--left"] else asked
-    if unknown := {*wanted} - {*folders()}:
-        return f"exhaustive: no such folder of slow tests: {', '.join(sorted(unknown))}"
-    for folder in wanted:
-        write({**read(), folder: run(folder)})
+    if unknown := {*wanted} - {*folders(), *files()}:
+        return f"exhaustive: no such folder or file of slow tests: {', '.join(sorted(unknown))}"
+    for part in wanted:
+        write(kept(read(), part, run(part)))
     return "exhaustive: some failed" if any(read()[one].failed for one in wanted) else None
 
 

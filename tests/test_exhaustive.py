@@ -20,8 +20,9 @@ def ran(commit: str, *, failed: int = 0, seconds: int = 60) -> Run:
 def test_the_record_is_about_folders_that_have_such_tests() -> None:
     folders = exhaustive.folders()
     assert {"laws", "server", "train"} <= {*folders}
-    assert {*exhaustive.read()} <= {*folders}
+    assert {*exhaustive.read()} <= {*folders, *exhaustive.files()}
     assert all((ROOT / "tests" / name).is_dir() for name in folders)
+    assert all((ROOT / "tests" / name).is_file() for name in exhaustive.files())
 
 
 def test_what_is_kept_is_read_again(tmp_path: Path) -> None:
@@ -44,6 +45,22 @@ def test_what_failed_changed_or_never_ran_is_left() -> None:
     assert lines[1].split()[:3] == [second, "9", "1"]
     assert lines[2].split() == [third, "never", "ran"]
     assert lines[3].split()[-1] == "unknown"
+
+
+def test_a_folder_may_run_file_by_file() -> None:
+    """A file that ran beside its folder stands beside it; all of them take its place."""
+    own = [name for name in exhaustive.files() if exhaustive.folder_of(name) == "server"]
+    assert len(own) > 3
+    some = exhaustive.kept({}, own[0], ran("a"))
+    assert [one for one in exhaustive.parts(some) if one.startswith("server")] == own
+    assert {*own[1:]} <= {*exhaustive.left(some, {own[0]: 0})} and own[0] in some
+    again = exhaustive.kept({"server": ran("a", failed=1)}, own[0], ran("b"))
+    assert [*again] == ["server", own[0]]
+    assert exhaustive.parts(again)[exhaustive.parts(again).index("server") + 1] == own[0]
+    for name in own[1:]:
+        again = exhaustive.kept(again, name, ran("b"))
+    assert [*again] == own
+    assert [*exhaustive.kept(again, "server", ran("c"))] == ["server"]
 
 
 def test_a_test_that_did_not_pass_is_counted(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import ray
 from ray import serve
 
 from everystep.server.link import Mooring
-from everystep.server.messages import Ask
+from everystep.server.messages import Ask, ReplicaState
 from everystep.server.ray.cluster import cluster
 from everystep.server.ray.deployment import ServedReplicas, deployment_options
 from everystep.server.ray.fan import ReplicaFan, session_of
@@ -41,8 +41,9 @@ async def loads(application: str) -> dict[int, list[int]]:
     tries = 0
     while len(found) < count and tries < 64:
         tries += 1
-        pid, asks, tokens = await handle.options(session_id=str(tries)).load.remote()
-        found[pid] = [asks, tokens]
+        told = await handle.options(session_id=str(tries)).state.remote()
+        one = msgspec.msgpack.decode(told, type=ReplicaState)
+        found[one.process] = [one.running + one.waiting, one.generated_tokens]
     return found
 
 

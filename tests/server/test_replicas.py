@@ -315,6 +315,24 @@ def test_sessions_are_pinned_and_find_what_is_cached(two: httpx.Client, owner: O
     text = two.get("/metrics").text
     assert _sample(text, 'everystep_prompt_tokens_cached_total{model_name="tiny"}') > 0
     assert _sample(text, "everystep_replicas") == 2
+    deadline = time.monotonic() + 30
+    while not all(one["cached_tokens"] for one in shown(two, owner)):
+        assert time.monotonic() < deadline, "each of both held the beginnings of some"
+    states = shown(two, owner)
+    assert all(one["cached_tokens"] < one["prompt_tokens"] for one in states)
+    assert all(one["models"].keys() == {"tiny"} and one["age_seconds"] > 0 for one in states)
+
+
+def shown(client: httpx.Client, owner: Owner) -> list[Any]:
+    """How the replicas are that are there, as the server says it."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        there = owner.loads()
+        found: list[Any] = client.get("/v1/everystep/replicas").json()["data"]
+        if {one["process"] for one in found} == {*there}:
+            return found
+        time.sleep(0.1)
+    raise AssertionError((found, there))
 
 
 def _sample(text: str, name: str) -> float:
@@ -401,6 +419,8 @@ def test_a_killed_replica_ends_no_stream_in_silence(
         whole = "[DONE]" in found[4] and joined(chunks_of(found[4])) == wanted[0]
         assert whole or '"error"' in found[4], "an answer with a clock is whole or says it is not"
     assert two.get("/v1/everystep/load").json()["replica_deaths"] >= kills
+    owner.both()
+    assert len(shown(two, owner)) == 2, "those that died are shown no more"
 
 
 def _most(owner: Owner) -> int:

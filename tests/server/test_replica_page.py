@@ -57,7 +57,7 @@ def test_each_replica_is_a_row_that_is_told_anew(
     for number, row in enumerate(rows):
         named = dict(zip(head, row, strict=True))
         assert named["node and process"] == f"{state['node']}, {number}"
-        assert named["models"] == f"tiny ({executor})" and named["age"].split()[1] in ("s", "min")
+        assert named["models"] == f"tiny on {executor}" and named["age"].split()[1] in ("s", "min")
         assert (named["rows"], named["tokens made"], named["engine restarts"]) == ("16", "4", "0")
         assert 33 < int(named["prompts from cache"].removesuffix(" %")) <= 50
     said = "document.getElementById('replicas-told').textContent"

@@ -176,11 +176,11 @@
 
   const cells = (one) => {
     const late = one.silent_seconds < 5 ? "" : `, silent for ${span(one.silent_seconds)}`;
-    const models = Object.entries(one.models).map(([name, executor]) => `${name} (${executor})`);
+    const models = Object.entries(one.models).map(([name, executor]) => `${name} on ${executor}`);
     const hits = one.prompt_tokens === 0 ? "" : `${((100 * one.cached_tokens) / one.prompt_tokens).toFixed(0)} %`;
     const numbers = [one.running, one.waiting, one.rows, one.generated_tokens];
     const where = make("th", { scope: "row" }, `${one.node}, ${one.process}${late}`);
-    const others = [span(one.age_seconds), models.join(", "), ...numbers, hits, one.engine_restarts];
+    const others = [span(one.age_seconds), ...numbers, hits, one.engine_restarts, models.join(", ")];
     return [where, ...others.map((text) => make("td", {}, String(text)))];
   };
 

@@ -19,8 +19,8 @@ _ALONE = "greedy beam diverse_beam contrastive dola"
 STRATEGIES = (*_SAMPLING.split(), *_ALONE.split())
 """Strategies that the page offers: those that need no further field."""
 _OF_REPLICA = (
-    *("node and process", "age", "models", "at work", "in line", "rows", "tokens made"),
-    *("prompts from cache", "engine restarts"),
+    *("node and process", "age", "at work", "in line", "rows", "tokens made"),
+    *("prompts from cache", "engine restarts", "models"),
 )
 _PAGE = f"""<!doctype html>
 <html lang="en">

@@ -1,12 +1,18 @@
-"""What do 100 and 10,000 replicas need, and where would they break?
+"""What do 100 and 10,000 replicas need, and where would they break? What does Ray cost?
 
     scripts/bench replicas [--replicas 100,10000] [--hours 1] [--out NAME]
+                           [--costs] [--requests 200] [--streams 8] [--tokens 256] [--votes 2000]
 
 First the costs of the parts are measured here: the ring that says which replica a session goes to,
 the fan's work for a part of a stream, the front's for a request and for an event, and what the
 controller tells each front. Then an hour of a fleet is simulated on a clock of its own: replicas
 die and come back after a cold start, and sessions ask again and again. No Ray and no model is
 needed. Last, the two are put together.
+
+With --costs it starts a Ray cluster on this machine, and measures a request and an event on each of
+five ways: an application that computes nothing on uvicorn and behind Ray's proxy, and a tiny model
+by `everystep serve`, by `everystep serve --replicas 1`, and by the same application behind Ray's
+proxy. Then two processes vote as synced forwards do. `--replicas ""` leaves the fleets out.
 """
 
 from __future__ import annotations
@@ -19,12 +25,18 @@ import random
 import socket
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import msgspec
+from parts import replica_ways as ways
+from parts.load import OverHttp, load
 from parts.report import options, write
+from parts.votes import vote_costs
 
 from everystep.server.answering import Head, StreamedAnswer
 from everystep.server.asking import Addressee, Caller, FrontModel, read_completion
@@ -311,17 +323,82 @@ def figures_of(count: int, hours: float) -> dict[str, float]:
     }
 
 
+# --- what Ray costs -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WayCosts:
+    """Costs of a way to a replica: milliseconds from a request to the event of its only token, one
+    after another on a connection, the median and the least; microseconds of an event while all
+    streams are told, and milliseconds between two events of a stream, the median and the 99th of
+    100."""
+
+    request_ms: float
+    least_request_ms: float
+    event_us: float
+    gap_ms: float
+    gap_p99_ms: float
+
+
+def way_costs(target: OverHttp, requests: int, streams: int, tokens: int) -> WayCosts:
+    """Return what a way costs that is open."""
+    load(target, [["hello"]] * streams, tokens)  # who is asked first imports and compiles
+    single = [one.first for one in load(target, [["hello"] * requests], 1).answers]
+    found = load(target, [["hello"]] * streams, tokens)
+    gaps = sorted(gap for one in found.answers for gap in one.gaps)
+    return WayCosts(
+        statistics.median(single) * 1e3,
+        min(single) * 1e3,
+        found.seconds / (streams * tokens) * 1e6,
+        statistics.median(gaps) * 1e3,
+        gaps[int(len(gaps) * 0.99)] * 1e3,
+    )
+
+
+def opened_ways(folder: Path) -> Iterator[tuple[str, AbstractContextManager[OverHttp]]]:
+    """Yield each way by its name; Ray runs until the last one is over."""
+    yield "nothing, on uvicorn", ways.on_uvicorn()
+    yield "everystep serve", ways.on_serve(folder)
+    with ways.ray_with_proxy(folder) as (address, port):
+        yield "nothing, behind Ray's proxy", ways.behind_proxy(ways.bare_application, port)
+        more = ("--replicas", "1", "--ray-address", address)
+        yield "everystep serve --replicas 1", ways.on_serve(folder, *more)
+        yield "everystep behind Ray's proxy", ways.behind_proxy(ways.own_application, port)
+
+
+def costs_of_ray(requests: int, streams: int, tokens: int) -> dict[str, dict[str, float]]:
+    """Return the costs of every way, and print them."""
+    found: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as made:
+        for name, way in opened_ways(ways.model_folder(Path(made))):
+            with way as target:
+                found[name] = asdict(way_costs(target, requests, streams, tokens))
+            line = "".join(f"  {key} {value:.3g}" for key, value in found[name].items())
+            print(f"{name:30}{line}", flush=True)
+    return found
+
+
 def main() -> None:
     """A line for each figure, and a dated file."""
     parser = options(__doc__ or "", threads=1)
     parser.add_argument("--replicas", default="100,10000")
     parser.add_argument("--hours", type=float, default=1.0)
+    parser.add_argument("--costs", action="store_true", help="measure Ray and votes too")
+    for name, count in {"requests": 200, "streams": 8, "tokens": 256, "votes": 2000}.items():
+        parser.add_argument(f"--{name}", type=int, default=count)
     args = parser.parse_args()
-    sizes = [int(one) for one in args.replicas.split(",")]
+    sizes = [int(one) for one in args.replicas.split(",") if one]
     fleets = {f"{count} replicas": figures_of(count, args.hours) for count in sizes}
-    for name in next(iter(fleets.values())):
+    for name in next(iter(fleets.values()), ()):
         print(f"{name:44}" + "".join(f"{fleet[name]:16,.4g}" for fleet in fleets.values()))
-    write("replicas", args, {"fleets": fleets})
+    if not args.costs:
+        write("replicas", args, {"fleets": fleets})
+        return
+    costs = costs_of_ray(args.requests, args.streams, args.tokens)
+    votes = {name: seconds * 1e6 for name, seconds in asdict(vote_costs(args.votes)).items()}
+    print("us of a vote of two processes: " + ", ".join(f"{n} {v:.0f}" for n, v in votes.items()))
+    content = {"fleets": fleets, "costs": costs, "votes_us": votes}
+    write("replicas-costs", args, content, ("ray",))
 
 
 if __name__ == "__main__":

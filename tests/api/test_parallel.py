@@ -21,6 +21,7 @@ from everystep.errors import RankError, RequestError, UnsupportedError
 from everystep.models.decoder import Decoder
 from everystep.testing.models import tiny_llama
 from tests.adapters.making import PROJECTIONS, random_lora, write_folder
+from tests.api.asking import require_nothing_left, runs
 from tests.executors.parallel.children import LOOPBACK, children, listened
 from tests.matrix.rows import ROWS, Row
 
@@ -266,6 +267,39 @@ def test_a_dead_process_ends_the_call_and_the_next_goes_on(
     for one in (again, straight):
         assert list(one)
     assert again.tokens == straight.tokens and len(again.tokens) > 4
+
+
+@pytest.mark.parametrize(
+    "sent", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
+def test_a_lost_process_leaves_no_row_behind(
+    sent: signal.Signals, parts: es.LanguageModel, whole: es.LanguageModel
+) -> None:
+    """Of prompts that end by its loss, and of those that go on: killed, or silent for good."""
+
+    async def work() -> None:
+        engine = es.AsyncEngine(parts, max_rows=4)
+        many: dict[str, Any] = {"max_new_tokens": 40, "min_new_tokens": 40}
+        streams = [engine.stream([5, 6, 7 + one], **many) for one in range(3)]
+        first = [await anext(one) for one in streams]
+        os.kill(children()[0], sent)
+        ends = [await ended(one) for one in streams]
+        assert len(first) == 3 and all(one in ("", "RankError") for one in ends)
+        await require_nothing_left(engine)
+        again = await engine.generate([5, 6, 7, 8], **GREEDY)
+        assert again == es.generate(whole, None, [5, 6, 7, 8], **GREEDY)
+        await require_nothing_left(engine)
+        await engine.close()
+
+    async def ended(stream: Any) -> str:
+        try:
+            async for _ in stream:
+                pass
+        except RankError as error:
+            return type(error).__name__
+        return ""
+
+    runs(work())
 
 
 def test_calls_together_go_on_by_themselves(

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 import everystep as es
 from tests.models.tiny import reference_decoder, reference_pair
 
-LENGTHS = (2, 24)
+LENGTHS = (1, 50)
 GREEDY: dict[str, Any] = {"do_sample": False}
 CASES: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
@@ -30,6 +30,9 @@ CASES: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3},
     "diverse beams": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
     "beam sampling": {"num_beams": 2, "do_sample": True, "seed": 5},
+    "constrained beams": {"num_beams": 3, "force_words_ids": [[9]]},
+    "the best of samples": {"strategy": "best_of", "best_of": 3, "temperature": 1.5, "seed": 4},
+    "DoLa": {**GREEDY, "dola_layers": "low"},
     "contrastive search": {"penalty_alpha": 0.5, "top_k": 3},
     "guidance": {**GREEDY, "guidance_scale": 1.5},
     "copied drafts": {**GREEDY, "prompt_lookup_num_tokens": 3},
@@ -61,7 +64,7 @@ def called(model: es.LanguageModel, second: es.LanguageModel, case: str, length:
     given = {name: second if one == "second" else one for name, one in CASES[case].items()}
     rows = given.pop("rows", 1)
     ids = torch.tensor([[5, 9, 17, 8 + length + row] for row in range(rows)])
-    return model.generate(ids, max_new_tokens=length, **given).tolist()
+    return model.generate(ids, min_new_tokens=length, max_new_tokens=length, **given).tolist()
 
 
 def tried(call: Callable[[], object]) -> str:

@@ -31,6 +31,8 @@ def test_each_process_gets_what_it_gets_alone(case: str, found: list[dict[str, A
     (one, alone, counts), (other, its_own, others) = (each[case] for each in found)
     assert one == alone and other == its_own
     assert counts == others
+    if case in ranks.CASES:
+        assert ({*map(len, one)}, {*map(len, other)}) == ({4 + 1}, {4 + 50})
 
 
 @pytest.mark.parametrize("error", ["ValueError", "KeyboardInterrupt"])

@@ -7,18 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import msgspec
 import ray
 from ray import serve
 
-from everystep.server.messages import Ask
+from everystep.server.link import Mooring
+from everystep.server.messages import Ask, ReplicaState
 from everystep.server.ray.cluster import cluster
-from everystep.server.ray.deployment import ServedReplicas
-from everystep.server.ray.fan import session_of
+from everystep.server.ray.deployment import ServedReplicas, deployment_options
+from everystep.server.ray.fan import ReplicaFan, session_of
+from everystep.server.ray.orders import replica_orders
 from everystep.server.ray.parts import read_part
+from everystep.server.settings import ServeSettings
+from tests.server.serving import served
+from tests.server.watched import Departure, WatchedReplica
+
+WATCHED = "watched"
 
 
 async def loads(application: str) -> dict[int, list[int]]:
@@ -30,8 +41,9 @@ async def loads(application: str) -> dict[int, list[int]]:
     tries = 0
     while len(found) < count and tries < 64:
         tries += 1
-        pid, asks, tokens = await handle.options(session_id=str(tries)).load.remote()
-        found[pid] = [asks, tokens]
+        told = await handle.options(session_id=str(tries)).state.remote()
+        one = msgspec.msgpack.decode(told, type=ReplicaState)
+        found[one.process] = [one.running + one.waiting, one.generated_tokens]
     return found
 
 
@@ -47,16 +59,64 @@ async def cached(application: str, first: int, prompts: list[list[int]]) -> int:
     return found
 
 
+class ServedFan(Mooring):
+    """A fan over replicas of this cluster, in a thread."""
+
+    def __init__(self, replicas: ServedReplicas) -> None:
+        self._replicas = replicas
+
+    def start(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+
+        def work() -> None:
+            asyncio.run(ReplicaFan(self._replicas, 32).serve(theirs))
+
+        self._thread = threading.Thread(target=work, daemon=True)
+        self._thread.start()
+        return ours
+
+    def end(self) -> None:
+        self._thread.join()
+
+    def kill(self) -> None:
+        raise AssertionError("a fan does not hang")
+
+
+@contextmanager
+def watching(folder: str) -> Iterator[str]:
+    """The address of a front over a replica that tells of those who leave."""
+    orders = replica_orders(ServeSettings(model=folder, replicas=1, threads=1, max_rows=16))
+    own = serve.deployment(name="EngineReplica", **deployment_options(orders))(WatchedReplica)
+    bound = own.bind(orders.engine, orders.merge_seconds, orders.hang_seconds)
+    handle = serve.run(bound, name=WATCHED, route_prefix=None)
+    try:
+        with served(ServedFan(ServedReplicas(handle, WATCHED))) as one:
+            yield one.url
+    finally:
+        serve.delete(WATCHED)
+
+
+async def told() -> list[Departure]:
+    """What became of those who left the watched replica."""
+    found: list[Departure] = await serve.get_app_handle(WATCHED).departures.remote()
+    return found
+
+
 async def main() -> None:
     loop = asyncio.get_running_loop()
+    stack = ExitStack()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         verb, name, *given = json.loads(line)
-        given = [name or next(iter(serve.status().applications)), *given]
         answer: Any = None
-        if verb == "loads":
-            answer = await loads(*given)
-        elif verb == "cached":
-            answer = await cached(*given)
+        if verb == "watch":
+            answer = await asyncio.to_thread(stack.enter_context, watching(*given))
+        elif verb == "unwatch":
+            await asyncio.to_thread(stack.close)
+        elif verb == "departures":
+            answer = await told()
+        else:
+            known = name or next(iter(serve.status().applications))
+            answer = await (loads(known) if verb == "loads" else cached(known, *given))
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 

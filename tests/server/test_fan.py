@@ -29,6 +29,7 @@ from everystep.server.messages import (
     Over,
     Quit,
     Ready,
+    ReplicaState,
     RowNews,
     ScoreAsk,
     Taken,
@@ -36,6 +37,7 @@ from everystep.server.messages import (
     frame,
     read_frame,
 )
+from everystep.server.ray.board import ReplicaBoard
 from everystep.server.ray.fan import ReplicaFan, ReplicaGone, Replicas, session_of
 from everystep.server.ray.orders import replica_orders, sharing
 from everystep.server.ray.parts import gathered, packed_part, read_part
@@ -95,6 +97,11 @@ class MortalReplicas(Replicas):
     async def count(self) -> int:
         return self.replicas
 
+    async def state(self, session: str) -> ReplicaState:
+        """As many seem to be there as are said to be: a session's last figure says which."""
+        own = msgspec.msgpack.decode(await self._one.state(), type=ReplicaState)
+        return msgspec.structs.replace(own, process=int(session[-1]) % self.replicas)
+
     async def close(self) -> None:
         await self._one._link.close()
 
@@ -111,7 +118,8 @@ class FanMooring(Mooring):
         async def work() -> None:
             await self._replicas.start()
             try:
-                await ReplicaFan(self._replicas, 4, beat=0.01, pause=0.001).serve(theirs)
+                fan = ReplicaFan(self._replicas, 4, beat=0.01, pause=0.001, look=0.02)
+                await fan.serve(theirs)
             finally:
                 await self._replicas.close()
 
@@ -222,6 +230,90 @@ def test_rows_are_those_of_all_replicas(front: Served, replicas: MortalReplicas)
     assert load["replicas"] == 2 and load["replica_deaths"] == link.replica_deaths > 0
 
 
+def test_replicas_say_how_they_are(front: Served, replicas: MortalReplicas) -> None:
+    replicas.replicas = 3
+    shown = told(front, 3)
+    for _ in range(2):
+        front.completion(prompt="hello the " * 20, max_tokens=2, ignore_eos=True)
+    after = told(front, 3)
+    for before, now in zip(shown["data"], after["data"], strict=True):
+        assert now["models"] == {"tiny": now["models"]["tiny"]} and now["rows"] == 16
+        assert now["age_seconds"] > before["age_seconds"] >= 0 == now["engine_restarts"]
+        assert now["generated_tokens"] == before["generated_tokens"] + 4
+        read = now["prompt_tokens"] - before["prompt_tokens"]
+        held = now["cached_tokens"] - before["cached_tokens"]
+        assert read / 3 < held < read / 2, "all but the last id of the second prompt"
+    assert [one["process"] for one in after["data"]] == [0, 1, 2] and after["has_replicas"]
+    replicas.replicas = 2
+    assert [one["process"] for one in told(front, 2)["data"]] == [0, 1]
+
+
+def told(front: Served, count: int) -> Any:
+    """What is said of so many replicas, after another look at them."""
+    moment = time.monotonic()
+    while time.monotonic() < moment + 10:
+        found = front.client.get("/v1/everystep/replicas").json()
+        if len(found["data"]) == found["replicas"] == count and time.monotonic() > moment + 0.3:
+            return found
+        time.sleep(0.005)
+    raise AssertionError(found)
+
+
+def test_an_engine_alone_has_no_replicas_to_show(server: Served) -> None:
+    found = server.client.get("/v1/everystep/replicas").json()
+    assert found == {"has_replicas": False, "replicas": 1, "replica_deaths": 0, "data": []}
+
+
+class Fleet:
+    """Replicas that are asked how they are: a session is one's by its number, and `mute` ones say
+    nothing."""
+
+    def __init__(self, count: int) -> None:
+        self.names = list(range(count))
+        self.mute: set[int] = set()
+        self.asked = self.now = 0
+        self.board = ReplicaBoard(self.ask, 0.01, lambda: float(self.now))
+
+    async def ask(self, session: str) -> ReplicaState:
+        self.asked += 1
+        name = self.names[int(session.split()[-1]) * 7 % len(self.names)]
+        if name in self.mute:
+            await asyncio.sleep(60)
+        return ReplicaState("here", name, 0.0, {}, 0, 0, 4)
+
+    def look(self) -> list[tuple[int, float]]:
+        """The replicas that a look at all of them knows, with the seconds of their silence."""
+        self.asked = 0
+        asyncio.run(self.board.look(len(self.names)))
+        return [(one.process, one.silent_seconds) for one in self.board.states]
+
+
+def test_replicas_are_found_by_sessions_and_asked_again_by_them() -> None:
+    fleet = Fleet(40)
+    looks = 0
+    while len(fleet.look()) < 40:
+        looks += 1
+        assert fleet.asked <= 40 + 32 and looks < 20, "a look has an end"
+    assert [one for one, _ in fleet.look()] == fleet.names and fleet.asked == 40
+    fleet.names[3] = 99  # one has died, and another one has its sessions
+    assert [one for one, _ in fleet.look()] == sorted(fleet.names) and fleet.asked == 40
+    del fleet.names[5:]
+    assert len(fleet.look()) == 5
+
+
+def test_a_replica_that_says_nothing_is_shown_for_a_while() -> None:
+    fleet = Fleet(3)
+    while len(fleet.look()) < 3:
+        pass
+    fleet.mute = {1}
+    for seconds, shown in ((4, True), (14, True), (15, False)):
+        fleet.now = seconds
+        found = dict(fleet.look())
+        assert found == {0: 0.0, 2: 0.0, **({1: float(seconds)} if shown else {})}
+    fleet.mute = set()
+    assert len(fleet.look()) == 3
+
+
 def test_asks_that_can_share_rows_have_a_session_in_common(
     front: Served, replicas: MortalReplicas
 ) -> None:
@@ -262,6 +354,9 @@ class Endless(Replicas):
 
     async def count(self) -> int:
         return 1
+
+    async def state(self, session: str) -> ReplicaState:
+        return ReplicaState("here", 1, 0.0, {}, 0, 0, 4)
 
 
 def test_no_more_is_taken_from_a_replica_than_the_reader_has_room_for() -> None:

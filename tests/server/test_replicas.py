@@ -315,6 +315,24 @@ def test_sessions_are_pinned_and_find_what_is_cached(two: httpx.Client, owner: O
     text = two.get("/metrics").text
     assert _sample(text, 'everystep_prompt_tokens_cached_total{model_name="tiny"}') > 0
     assert _sample(text, "everystep_replicas") == 2
+    deadline = time.monotonic() + 30
+    while not all(one["cached_tokens"] for one in shown(two, owner)):
+        assert time.monotonic() < deadline, "each of both held the beginnings of some"
+    states = shown(two, owner)
+    assert all(one["cached_tokens"] < one["prompt_tokens"] for one in states)
+    assert all(one["models"].keys() == {"tiny"} and one["age_seconds"] > 0 for one in states)
+
+
+def shown(client: httpx.Client, owner: Owner) -> list[Any]:
+    """How the replicas are that are there, as the server says it."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        there = owner.loads()
+        found: list[Any] = client.get("/v1/everystep/replicas").json()["data"]
+        if {one["process"] for one in found} == {*there}:
+            return found
+        time.sleep(0.1)
+    raise AssertionError((found, there))
 
 
 def _sample(text: str, name: str) -> float:
@@ -322,20 +340,44 @@ def _sample(text: str, name: str) -> float:
     return float(line.split()[-1])
 
 
-def test_a_client_that_leaves_frees_the_rows_of_its_replica(
-    two: httpx.Client, owner: Owner
-) -> None:
-    body = {**LONG, "max_tokens": 4000, "stream": True}
-    with two.stream("POST", "/v1/completions", json=body) as answer:
-        lines = answer.iter_lines()  # which ends the answer when nobody has it any more
-        next(lines)
-        pid = owner.busy()
-    deadline = time.monotonic() + 10
-    while owner.loads()[pid][0] and time.monotonic() < deadline:
+def test_a_client_that_leaves_frees_its_rows_within_two_steps(owner: Owner, folder: Path) -> None:
+    """Steps that its replica begins once it has heard of it, beside a stream that goes on."""
+    url = owner.ask("watch", str(folder))
+    body: dict[str, Any] = {**LONG, "max_tokens": 4000, "stream": True}
+    ends: list[Any] = []
+    over = threading.Event()
+
+    def stay() -> None:
+        while not over.is_set():
+            shorter = {**body, "max_tokens": 400}
+            answer = httpx.post(f"{url}/v1/completions", json=shorter, timeout=PATIENCE)
+            ends.append(chunks_of(answer.text)[-1]["choices"][0]["finish_reason"])
+
+    staying = threading.Thread(target=stay)
+    staying.start()
+    for number in (1, 2, 9):
+        with (
+            httpx.Client(base_url=url, timeout=PATIENCE) as client,
+            client.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            lines = answer.iter_lines()  # which ends it when nobody has it any more
+            for _ in range(number):
+                next(lines)
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as asking:
+            own: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 4000}
+            more = {"ignore_eos": True}
+            stream = asking.completions.create(**own, stream=True, extra_body=more)
+            for _ in range(number):
+                next(stream)
+            stream.close()
+    deadline = time.monotonic() + 30
+    while len(found := owner.ask("departures")) < 6 and time.monotonic() < deadline:
         time.sleep(0.01)
-    asks, made = owner.loads()[pid]
-    time.sleep(0.5)
-    assert asks == 0 and owner.loads()[pid] == [0, made], "nothing is made for nobody"
+    over.set()
+    staying.join()
+    assert len(found) == 6 and all(steps <= 2 and wrong == "" for steps, wrong in found)
+    assert {*ends} == {"length"}, "whoever stays is told all of it"
+    owner.ask("unwatch")
 
 
 def test_runs_in_hands_are_refused(two: httpx.Client) -> None:
@@ -377,6 +419,8 @@ def test_a_killed_replica_ends_no_stream_in_silence(
         whole = "[DONE]" in found[4] and joined(chunks_of(found[4])) == wanted[0]
         assert whole or '"error"' in found[4], "an answer with a clock is whole or says it is not"
     assert two.get("/v1/everystep/load").json()["replica_deaths"] >= kills
+    owner.both()
+    assert len(shown(two, owner)) == 2, "those that died are shown no more"
 
 
 def _most(owner: Owner) -> int:
@@ -398,7 +442,7 @@ def settings_file(folder: Path, owner: Owner, **said: Any) -> Path:
 def test_a_burst_has_two_replicas_and_then_one_again_and_loses_nothing(
     owner: Owner, one: Served, tmp_path: Path
 ) -> None:
-    scale = {"replicas": 1, "max_replicas": 2, "replica_load": 3}
+    scale: dict[str, Any] = {"replicas": 1, "max_replicas": 2, "replica_load": 3}
     scale |= {"scale_up_seconds": 1, "scale_down_seconds": 4, "ray_application": "scaled"}
     file = settings_file(tmp_path, owner, **scale)
     asked = [{**LONG, "seed": number, "temperature": 1} for number in range(16)]

@@ -313,6 +313,39 @@ def whole_outcome(run: es.Trainer) -> dict[str, Any]:
     return found
 
 
+class Marks(es.TrainerCallback):
+    """Fills the parts of weights that this process has, after the third step."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.run: es.Trainer | None = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == 3:
+            self.fill()
+
+    def fill(self) -> None:
+        assert self.run is not None
+        with torch.no_grad():
+            for one in self.run.weights.named().values():
+                one.to_local().fill_(self.number)
+
+
+def marked(folder: Path, rank: int) -> dict[str, Any]:
+    """A checkpoint whose parts are filled with the numbers of their processes: how many rows of
+    each weight are this one's, and what it finds there that has read them over zeros."""
+    marks, zeros = Marks(rank + 1), Marks(0)
+    for one in (marks, zeros):
+        one.run = noisy(folder / "marked", 2, fsdp=True, callbacks=[marks], max_steps=3)
+    assert marks.run is not None and zeros.run is not None
+    marks.run.train()
+    own = {name: len(one.to_local()) for name, one in marks.run.weights.named().items()}
+    zeros.fill()
+    zeros.run.train(resume_from_checkpoint=True)
+    held = zeros.run.weights.named()
+    return {"own": own, "read": {k: one.to_local().unique().tolist() for k, one in held.items()}}
+
+
 def refused(folder: Path) -> dict[str, str]:
     """The errors of models whose weights cannot be shared so."""
     return {
@@ -335,6 +368,7 @@ def main(folder: Path, rank: int, count: int) -> Mapping[str, Any]:
     found["gone on"] = gone_on(folder, count)
     found["gone on in parts"] = gone_on(folder, count, fsdp=True)
     found["resumed in parts"] = resumed(folder / "parts", count, fsdp=True)
+    found["marked"] = marked(folder, rank)
     found["refused"] = refused(folder)
     return found
 

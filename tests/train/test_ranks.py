@@ -215,6 +215,20 @@ def test_a_checkpoint_of_parts_is_a_folder_that_others_read(
     assert all(torch.equal(found[name], one) for name, one in held.items())
 
 
+def test_each_part_of_a_checkpoint_is_where_its_process_had_it(
+    together: list[dict[str, Any]], folder: Path
+) -> None:
+    """Parts that were filled with the numbers of their processes, read by one and by two."""
+    held = es.load_model(folder / "marked" / "checkpoint-3").state_dict()
+    first, second = (one["marked"]["own"] for one in together)
+    assert first.keys() == second.keys() <= held.keys() and len(first) > 10
+    for name, rows in first.items():
+        assert len(held[name]) == rows + second[name] and rows > 0
+        assert (held[name][:rows] == 1).all() and (held[name][rows:] == 2).all(), name
+    for number, one in enumerate(together, 1):
+        assert {*map(tuple, one["marked"]["read"].values())} <= {(number,), ()}
+
+
 def test_models_that_cannot_lie_in_parts_are_refused(together: list[dict[str, Any]]) -> None:
     for one in together:
         assert all("UnsupportedError: fsdp" in told for told in one["refused"].values())

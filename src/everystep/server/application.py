@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Itera
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import TypeVar
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
@@ -77,7 +78,7 @@ _OPEN = ("/health", "/ready", *PAGE_PATHS)
 """Routes that need no key."""
 
 
-_LOAD = "/v1/everystep/load"
+_LOAD, _REPLICAS = "/v1/everystep/load", "/v1/everystep/replicas"
 _MOST_HELD = 512 << 20
 """Bytes of pictures that requests under way may hold together."""
 _MOST_READ = 16
@@ -145,6 +146,7 @@ class Front:
             get("/openapi.json", self._openapi),
             get("/version", self._told_version),
             get(_LOAD, self._load),
+            get(_REPLICAS, self._replicas),
             *(get(path, _page) for path in PAGE_PATHS),
             Route("/{rest:path}", Responder(self, _nowhere), methods=[*_METHODS]),
         ]
@@ -517,6 +519,12 @@ class Front:
         shared = {"replicas": link.replicas, "replica_deaths": link.replica_deaths}
         await exchange.answer({**told, "rows": link.rows, **spent, **shared})
 
+    async def _replicas(self, exchange: Exchange) -> None:
+        link = self.link
+        told = {"has_replicas": link.states is not None, "replicas": link.replicas}
+        states = [msgspec.to_builtins(one) for one in link.states or ()]
+        await exchange.answer({**told, "replica_deaths": link.replica_deaths, "data": states})
+
     async def _openapi(self, exchange: Exchange) -> None:
         await exchange.answer(openapi())
 
@@ -581,7 +589,8 @@ class Responder:
             seconds = time.monotonic() - began
             self._front.metrics.answers.labels(str(exchange.status)).inc()
             path = exchange.request.url.path if exchange.status != 404 else "(unknown)"
-            level = logging.DEBUG if path == _LOAD else logging.INFO  # the page asks for it often
+            often = path in (_LOAD, _REPLICAS)  # the page asks for these
+            level = logging.DEBUG if often else logging.INFO
             log.log(level, "%s %s %s %.3fs", exchange.id, path, exchange.status, seconds)
 
     async def _race(self, exchange: Exchange) -> None:

@@ -9,6 +9,7 @@
   let turns = []; // what the next request sends
   let going = null; // ends the answer that comes
   let before = null; // the load as it was told last
+  let alone = false; // the engine is none of replicas
 
   const make = (tag, attributes, ...children) => {
     const node = document.createElement(tag);
@@ -167,6 +168,31 @@
     );
   };
 
+  const span = (seconds) => {
+    const units = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+    const [size, name] = units.find(([size]) => seconds >= 2 * size) || [1, "s"];
+    return `${Math.floor(seconds / size)} ${name}`;
+  };
+
+  const cells = (one) => {
+    const late = one.silent_seconds < 5 ? "" : `, silent for ${span(one.silent_seconds)}`;
+    const models = Object.entries(one.models).map(([name, executor]) => `${name} on ${executor}`);
+    const hits = one.prompt_tokens === 0 ? "" : `${((100 * one.cached_tokens) / one.prompt_tokens).toFixed(0)} %`;
+    const numbers = [one.running, one.waiting, one.rows, one.generated_tokens];
+    const where = make("th", { scope: "row" }, `${one.node}, ${one.process}${late}`);
+    const others = [span(one.age_seconds), ...numbers, hits, one.engine_restarts, models.join(", ")];
+    return [where, ...others.map((text) => make("td", {}, String(text)))];
+  };
+
+  const replicas = async () => {
+    const told = await (await asked("v1/everystep/replicas")).json();
+    alone = !told.has_replicas;
+    at("replicas").hidden = alone;
+    const died = told.replica_deaths === 0 ? "none" : String(told.replica_deaths);
+    at("replicas-told").textContent = `${told.replicas} there, ${told.data.length} of them shown, ${died} died at work.`;
+    at("states").replaceChildren(...told.data.map((one) => make("tr", {}, ...cells(one))));
+  };
+
   const load = async () => {
     if (document.hidden || !at("opening").hidden) return;
     try {
@@ -179,6 +205,7 @@
       before = now;
       at("load").textContent = now.ready ? parts.join(", ") : "The engine is being started.";
       if (now.ready && at("models").childElementCount === 0) await models();
+      if (now.ready && !alone) await replicas();
     } catch (error) {
       at("load").textContent = error.message;
     }

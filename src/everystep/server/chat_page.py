@@ -1,4 +1,4 @@
-"""The page at `/`, for people: a conversation, the models and the load, over the same wire.
+"""The page at `/`, for people: a conversation, models, load and replicas, over the same wire.
 
 Its script makes all text by `textContent`, asks this server alone, and keeps nothing: neither the
 conversation nor the key outlives the tab.
@@ -18,6 +18,10 @@ _SAMPLING = "sample best_of beam_sample"
 _ALONE = "greedy beam diverse_beam contrastive dola"
 STRATEGIES = (*_SAMPLING.split(), *_ALONE.split())
 """Strategies that the page offers: those that need no further field."""
+_OF_REPLICA = (
+    *("node and process", "age", "at work", "in line", "rows", "tokens made"),
+    *("prompts from cache", "engine restarts", "models"),
+)
 _PAGE = f"""<!doctype html>
 <html lang="en">
 <head>
@@ -71,6 +75,16 @@ placeholder="512"></label>
 <thead><tr><th scope="col">name</th><th scope="col">context</th><th scope="col">adapter of</th></tr>
 </thead>
 <tbody id="models"></tbody>
+</table>
+</div>
+</section>
+<section id="replicas" aria-labelledby="replicas-title" hidden>
+<h2 id="replicas-title">Replicas</h2>
+<p id="replicas-told" class="quiet"></p>
+<div class="wide" tabindex="0" role="region" aria-labelledby="replicas-title">
+<table>
+<thead><tr>{"".join(f'<th scope="col">{name}</th>' for name in _OF_REPLICA)}</tr></thead>
+<tbody id="states"></tbody>
 </table>
 </div>
 </section>

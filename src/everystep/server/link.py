@@ -40,6 +40,7 @@ from everystep.server.messages import (
     Quit,
     Ready,
     ReplicaRoom,
+    ReplicaState,
     RowNews,
     RunAsk,
     RunNews,
@@ -271,7 +272,8 @@ class EngineLink:
     `models`: those it has said that it serves, by name, once `ready` is true. `tokens`: how many
     were made until now, as far as they were told. `hang_seconds`: of silence, or in one step, after
     which it is ended as one that hangs; 0 for never. `replicas`: how many share its rows, and
-    `replica_deaths`: how many of these have died.
+    `replica_deaths`: how many of these have died. `states`: how replicas are, as far as they have
+    said it; None where the engine is none of replicas.
     """
 
     def __init__(
@@ -298,6 +300,7 @@ class EngineLink:
         self.positions: int | None = None
         self.restarts = self.tokens = self.replica_deaths = 0
         self.replicas = 1
+        self.states: list[ReplicaState] | None = None
         self.process: int | None = None
         self.models: dict[str, ModelFacts] = {}
 
@@ -521,7 +524,7 @@ class EngineLink:
     def _make_room(self, message: ReplicaRoom) -> None:
         """Let as many begin as there is room for now."""
         self.rows, self.replicas = message.rows, message.replicas
-        self.replica_deaths = message.deaths
+        self.replica_deaths, self.states = message.deaths, message.states
         for line in self._lines.values():
             self._advance(line)
 

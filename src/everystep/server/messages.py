@@ -153,12 +153,34 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     positions: int | None = None
 
 
+class ReplicaState(msgspec.Struct, frozen=True):
+    """The state of a replica, by its own account: where it is and since when, the executor of each
+    of its models, and its work. `prompt_tokens`: of prompts that it answered, and `cached_tokens`:
+    those of them whose rows it held. `engine_restarts`: of the engine in it. `silent_seconds`: for
+    which it had said nothing when this was told."""
+
+    node: str
+    process: int
+    age_seconds: float
+    models: dict[str, str]
+    running: int
+    waiting: int
+    rows: int
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    engine_restarts: int = 0
+    silent_seconds: float = 0.0
+
+
 class ReplicaRoom(msgspec.Struct, tag=True, frozen=True):
-    """There are so many rows from now on, in so many replicas. `deaths`: of replicas until now."""
+    """There are so many rows from now on, in so many replicas. `deaths`: of replicas until now;
+    `states`: of those that have said how they are."""
 
     rows: int
     replicas: int
     deaths: int = 0
+    states: list[ReplicaState] = []
 
 
 class Alive(msgspec.Struct, tag=True, frozen=True):

@@ -13,7 +13,7 @@ import ray.exceptions
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
-from everystep.server.messages import Ready
+from everystep.server.messages import Ready, ReplicaState
 from everystep.server.ray.fan import ReplicaGone, Replicas
 from everystep.server.ray.orders import ReplicaOrders
 from everystep.server.ray.replica import EngineReplica
@@ -85,6 +85,10 @@ class ServedReplicas(Replicas):
 
     async def count(self) -> int:
         return await asyncio.to_thread(self._running)
+
+    async def state(self, session: str) -> ReplicaState:
+        told = await self._handle.options(session_id=session).state.remote()
+        return msgspec.msgpack.decode(told, type=ReplicaState)
 
     def _running(self) -> int:
         found = serve.status().applications.get(self._name)

@@ -33,6 +33,7 @@ from everystep.server.messages import (
     Over,
     Ready,
     ReplicaRoom,
+    ReplicaState,
     RunAsk,
     ScoreAsk,
     ScoredTexts,
@@ -42,6 +43,7 @@ from everystep.server.messages import (
     ask_messages,
     frame,
 )
+from everystep.server.ray.board import ReplicaBoard
 from everystep.server.ray.parts import Part, read_part
 
 log = logging.getLogger("everystep.server")
@@ -49,6 +51,8 @@ log = logging.getLogger("everystep.server")
 _ENDS = (Over, ScoredTexts, HeardText, Failed)
 _TRIES = 8
 """Replicas in a row that may be lost before an ask has begun."""
+_ASKED_A_SECOND = 10
+"""Replicas that are asked how they are."""
 _NO_RUNS = "runs in hands belong to one engine, and this server has replicas. Start it without them"
 
 
@@ -73,6 +77,10 @@ class Replicas(Protocol):
     @abstractmethod
     async def count(self) -> int:
         """Return how many there are now."""
+
+    @abstractmethod
+    async def state(self, session: str) -> ReplicaState:
+        """Return how the replica is that asks of this session go to."""
 
 
 def session_of(ask: AnyAsk, first: int) -> str | None:
@@ -107,23 +115,33 @@ class ReplicaFan:
     `first`: how many ids of a prompt say which replica is looked for. `beat`: the seconds after
     which the front is told again that there is a fan, and how many replicas there are. `pause`: the
     seconds before another replica is asked what several could not begin, doubled each time.
+    `look`: the seconds after which each replica is asked again how it is; many are asked less
+    often.
     """
 
     def __init__(
-        self, replicas: Replicas, first: int, beat: float = BEAT, pause: float = 0.1
+        self,
+        replicas: Replicas,
+        first: int,
+        beat: float = BEAT,
+        pause: float = 0.1,
+        look: float = 2.0,
     ) -> None:
         self._replicas, self._first, self._beat, self._pause = replicas, first, beat, pause
+        self._board, self._look = ReplicaBoard(replicas.state), look
         self._under: dict[int, _Followed] = {}
-        self._deaths = 0
+        self._deaths = self._count = 0
 
     async def serve(self, connection: socket.socket) -> None:
         """Hand asks on until the front says so, or is gone; no replica works for it then."""
         reader, self._writer = await asyncio.open_connection(sock=connection)
         facts = await self._replicas.facts()
         self._rows = facts.rows
-        count = await self._replicas.count()
-        self._send(Ready(facts.models, facts.rows * max(1, count), os.getpid(), facts.positions))
-        telling = asyncio.create_task(self._tell())
+        self._count = await self._replicas.count()
+        rows = facts.rows * max(1, self._count)
+        self._send(ReplicaRoom(rows, self._count))  # first, so that who is ready knows that
+        self._send(Ready(facts.models, rows, os.getpid(), facts.positions))
+        telling, looking = (asyncio.create_task(one) for one in (self._tell(), self._watch()))
         telling.add_done_callback(lambda _: self._writer.close())  # a defect ends the connection
         try:
             async with aclosing(ask_messages(reader)) as messages:
@@ -131,6 +149,7 @@ class ReplicaFan:
                     self._take(message)
         finally:
             telling.cancel()
+            looking.cancel()
             tasks = [one.task for one in self._under.values() if one.task is not None]
             for task in tasks:
                 task.cancel()
@@ -207,13 +226,20 @@ class ReplicaFan:
         changes."""
         known: ReplicaRoom | None = None
         while True:
-            count = await self._replicas.count()
-            room = ReplicaRoom(self._rows * max(1, count), count, self._deaths)
+            self._count = count = await self._replicas.count()
+            rows = self._rows * max(1, count)
+            room = ReplicaRoom(rows, count, self._deaths, self._board.states)
             if room != known:
                 self._send(room)
                 known = room
             self._send(Alive([]))
             await asyncio.sleep(self._beat)
+
+    async def _watch(self) -> None:
+        """Ask replicas again and again how they are, a few a second at most."""
+        while True:
+            await self._board.look(self._count)
+            await asyncio.sleep(max(self._look, self._count / _ASKED_A_SECOND))
 
     def _send(self, message: ToFront) -> None:
         self._writer.write(frame(message))

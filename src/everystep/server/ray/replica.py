@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -11,7 +13,15 @@ import msgspec
 
 from everystep.server.engine_process import EngineOrders, hosted
 from everystep.server.link import EngineGone, EngineLink, ThreadMooring
-from everystep.server.messages import OF_FRONT, Leave, Quit, Ready, Taken
+from everystep.server.messages import (
+    OF_FRONT,
+    Leave,
+    Over,
+    Quit,
+    Ready,
+    ReplicaState,
+    Taken,
+)
 from everystep.server.offline import UNBOUNDED
 from everystep.server.ray.parts import gathered, packed_part
 
@@ -34,7 +44,9 @@ class EngineReplica:
         mooring = ThreadMooring(lambda: loaded.pop() if loaded else hosted(orders), orders.limits())
         self._link = EngineLink(mooring, UNBOUNDED, hang_seconds=hang_seconds)
         self._merge_seconds = merge_seconds
+        self._prompt_tokens = self._cached_tokens = 0
         await self._link.start()
+        self._began = time.monotonic()
 
     def check_health(self) -> None:
         """Raise EngineGone once the engine has hung or died: a new replica is better then."""
@@ -47,9 +59,23 @@ class EngineReplica:
         models = list(link.models.values())
         return msgspec.msgpack.encode(Ready(models, link.rows, os.getpid(), link.positions))
 
-    async def load(self) -> tuple[int, int, int]:
-        """Return the number of the process, how many asks it has, and the tokens until now."""
-        return os.getpid(), self._link.running + self._link.waiting, self._link.tokens
+    async def state(self) -> bytes:
+        """Return the `ReplicaState` of this replica."""
+        link = self._link
+        state = ReplicaState(
+            node=socket.gethostname(),
+            process=os.getpid(),
+            age_seconds=time.monotonic() - self._began,
+            models={name: one.executor for name, one in link.models.items()},
+            running=link.running,
+            waiting=link.waiting,
+            rows=link.rows,
+            generated_tokens=link.tokens,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            engine_restarts=link.restarts,
+        )
+        return msgspec.msgpack.encode(state)
 
     async def follow(self, asked: bytes) -> AsyncGenerator[bytes, None]:
         """Yield what becomes of an ask, in parts. Leaving the iterator ends it."""
@@ -63,4 +89,8 @@ class EngineReplica:
             aclosing(gathered(news, self._merge_seconds)) as parts,
         ):
             async for part in parts:
+                for one in part:
+                    if isinstance(one, Over) and one.results:  # which have one prompt
+                        self._prompt_tokens += one.results[0].prompt_tokens
+                        self._cached_tokens += one.results[0].cached_tokens
                 yield packed_part(part)

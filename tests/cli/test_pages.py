@@ -54,7 +54,10 @@ def test_what_is_missing_is_said_before_a_model_is_loaded(call: Caller, tmp_path
         (("--page", page), "--page was given without --lines"),
         (("--lines", lines), "--lines was given without --page"),
         (("--reasoning",), "--reasoning needs --page and --lines"),
-        (("--page", page, "--lines", lines, "--resume", "run"), "its prompt and its steering; got PROMPT, --page"),
+        (
+            ("--page", page, "--lines", lines, "--resume", "run"),
+            "its prompt and its steering; got PROMPT, --page",
+        ),
     ):
         outcome = call("generate", QUESTION, "-m", "nowhere", *given)
         assert outcome.code == 2 and said in outcome.err

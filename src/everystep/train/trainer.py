@@ -161,12 +161,14 @@ class Trainer:
     module of transformers or PEFT. `train_dataset`, `eval_dataset`: examples as `read_rows` takes
     them, or a mapping of names to such for several evaluations; `form` says how they become rows.
     `peft_config`: a `LoraConfig` or `LoHaConfig`; a new adapter is trained then, and the weights
-    stay as they are stored. `compute_loss`, `compute_loss_func`: losses of your own, of a batch or
-    of outputs and labels. `compute_metrics`: from an `EvalPrediction` to numbers by name, which
-    holds what `preprocess_logits_for_metrics` makes of the logits and labels of a batch, if given.
-    `optimizers`: an optimizer and a schedule of your own, or None for those of the arguments.
-    `sample_prompts`: texts or conversations; what the model writes after each, greedily and at most
-    64 tokens, is shown at each evaluation, written to `samples.jsonl` and kept in `samples`.
+    stay as they are stored. `adapter_name`: its name, "default" without one; without `peft_config`
+    that of an adapter that the model has, which goes on learning. `compute_loss`,
+    `compute_loss_func`: losses of your own, of a batch or of outputs and labels. `compute_metrics`:
+    from an `EvalPrediction` to numbers by name, which holds what `preprocess_logits_for_metrics`
+    makes of the logits and labels of a batch, if given. `optimizers`: an optimizer and a schedule
+    of your own, or None for those of the arguments. `sample_prompts`: texts or conversations; what
+    the model writes after each, greedily and at most 64 tokens, is shown at each evaluation,
+    written to `samples.jsonl` and kept in `samples`.
 
     The first thing that `train` does is to look at the data; see `check`.
 
@@ -185,6 +187,7 @@ class Trainer:
         processing_class: TokenizerLike | None = None,
         *,
         peft_config: AdapterConfig | None = None,
+        adapter_name: str | None = None,
         form: DataForm = DEFAULT_FORM,
         compute_loss: ComputeLoss | None = None,
         compute_loss_func: Callable[..., Tensor] | None = None,
@@ -222,7 +225,9 @@ class Trainer:
         if self.args.eval_strategy != "no" and not self._eval_rows:
             do = "Pass eval_dataset, or eval_strategy='no'"
             raise RequestError("there is nothing to evaluate", wanted="eval_dataset", do=do)
-        self.weights: TrainedWeights = trained_weights(self.model, peft_config, self.args.trainable)
+        self.weights: TrainedWeights = trained_weights(
+            self.model, peft_config, self.args.trainable, adapter_name
+        )
         self._ranks = Ranks.met(self.args.ddp_timeout)
         if self.args.recomputes:
             self.model.gradient_checkpointing_enable()

@@ -11,6 +11,7 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from everystep.adapters.peft_adapter import AdapterPlan, PeftAdapter
@@ -74,10 +75,21 @@ def read_adapter(folder: str | PathLike[str], model: Model) -> PeftAdapter:
         got = f"{len(there)} of {len(weights.names())}"
         raise FormatError(f"{folder}: names of tensors stand for the same one", got=got)
     plan = AdapterPlan.of(Fields(values, str(folder / CONFIG)), there, model)
-    tensors = {name: _finite(name, weights.load(one)) for name, one in there.items()}
+    tensors = {
+        name: (_whole if name in plan.places else _finite)(name, weights.load(one))
+        for name, one in there.items()
+    }
     found = PeftAdapter(plan, tensors)
     found.now()  # which finds shapes that do not fit
     return found
+
+
+def _whole(name: str, tensor: Tensor) -> Tensor:
+    """Return the tensor; FormatError unless its values are whole numbers."""
+    if tensor.dtype not in (torch.int32, torch.int64):
+        wanted, got = "int32 or int64", str(tensor.dtype)
+        raise FormatError(f"the adapter's tensor {name!r} has no places", wanted=wanted, got=got)
+    return tensor
 
 
 def _finite(name: str, tensor: Tensor) -> Tensor:

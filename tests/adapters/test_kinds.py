@@ -64,6 +64,8 @@ MADE: Mapping[str, Callable[[], Any]] = {
     "lokr, whole": _of(
         "LoKrConfig", r=16, init_weights=False, alpha_pattern={"q_proj": 40, "o_proj": 3}
     ),
+    "shira": _of("ShiraConfig", r=2, random_seed=5),
+    "shira, unseeded": _of("ShiraConfig", r=3, target_modules=["v_proj"], init_weights=False),
     "adalora": _of("AdaLoraConfig", init_r=4, target_r=2, total_step=9, init_lora_weights=False),
     "vera": _of("VeraConfig", r=4, target_modules=SOME, init_weights=False),
     "oft": _of("OFTConfig", r=0, oft_block_size=8, init_weights=False),
@@ -100,7 +102,8 @@ def base(form: str) -> Any:
 def strong(module: Any, seed: int = 2) -> Any:
     """The same with adapters of random numbers, far from doing nothing."""
     generator = torch.Generator().manual_seed(seed)
-    marks = ("lora_", "hada_", "lokr_", "oft_", "ia3_", "vera_lambda", "trainable_tokens_")
+    marks = ("lora_", "hada_", "lokr_", "oft_", "ia3_", "vera_lambda", "shira_")
+    marks += ("trainable_tokens_",)
     with torch.no_grad():
         for name, weight in module.named_parameters():
             if any(mark in name for mark in marks):
@@ -118,8 +121,8 @@ def trained(form: str, name: str) -> tuple[Path, Tensor]:
         warnings.simplefilter("ignore")
         made = strong(peft.get_peft_model(copy.deepcopy(base(form)), MADE[name]()).eval().double())
         made.save_pretrained(folder)
-    with torch.no_grad():
-        return folder, made(READ).logits
+        with torch.no_grad():
+            return folder, made(READ).logits
 
 
 def logits(model: Model, mix: Sequence[tuple[str, Adapter, float]]) -> Tensor:
@@ -182,7 +185,7 @@ def test_keys_of_an_adapter_in_memory_are_read_too(tmp_path: Path) -> None:
 # --- mixes ----------------------------------------------------------------------------------------
 
 MIXED = ("lora", "dora", "loha", "lokr", "adalora", "oft")
-"""The kinds that PEFT mixes; of SHiRA, which it mixes too, nothing is read here."""
+"""The kinds that PEFT mixes in any order; SHiRA beside them, which it wants innermost."""
 THREE = (
     ("lora", "lokr", "loha"),
     ("oft", "lora", "loha"),
@@ -191,6 +194,8 @@ THREE = (
 )
 MIXES = (
     *permutations(MIXED, 2),
+    *(("shira", one) for one in MIXED),
+    ("shira", "oft", "lokr"),
     ("lora", "rslora"),
     ("oft", "oft, exact"),
     *THREE,
@@ -220,10 +225,12 @@ def mixture(names: tuple[str, ...]) -> Tensor:
             own = dict(made.named_parameters())
             with torch.no_grad():
                 for key, value in held.items():
+                    if key.endswith("shira_indices"):  # which the same seed gives
+                        continue
                     own[_placed(own, key, name)].copy_(value)
         made.set_adapter([*names])
-    with torch.no_grad():
-        return made(READ).logits
+        with torch.no_grad():
+            return made(READ).logits
 
 
 def _placed(own: Mapping[str, Any], key: str, name: str) -> str:
@@ -240,7 +247,7 @@ def _placed(own: Mapping[str, Any], key: str, name: str) -> str:
     raise AssertionError((key, name))
 
 
-_MARKS = (".lora_", ".hada_", ".lokr_", ".oft_")
+_MARKS = (".lora_", ".hada_", ".lokr_", ".oft_", ".shira_")
 
 
 def _split(key: str) -> tuple[str, str, str]:
@@ -287,6 +294,7 @@ CONFIGS = {
     "VERA": peft.VeraConfig,
     "OFT": peft.OFTConfig,
     "IA3": peft.IA3Config,
+    "SHIRA": peft.ShiraConfig,
     "TRAINABLE_TOKENS": peft.TrainableTokensConfig,
 }
 
@@ -294,7 +302,13 @@ CONFIGS = {
 def test_every_key_that_peft_declares_is_known_or_refused(tmp_path: Path) -> None:
     """A key that is neither idle nor computed by is refused as soon as it says something."""
     names = {"LORA": "lora", "LOHA": "loha", "LOKR": "lokr", "ADALORA": "adalora"}
-    names |= {"VERA": "vera", "OFT": "oft", "IA3": "ia3", "TRAINABLE_TOKENS": "tokens"}
+    names |= {
+        "SHIRA": "shira",
+        "VERA": "vera",
+        "OFT": "oft",
+        "IA3": "ia3",
+        "TRAINABLE_TOKENS": "tokens",
+    }
     assert {*CONFIGS} == {*KINDS} == {*names}
     model = ours(base("llama"))
     for kind, config in CONFIGS.items():
@@ -345,6 +359,7 @@ WRONG: Mapping[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "another rank": ("lora", {"r": 4}, FormatError, "do not fit"),
     "another block": ("oft", {"oft_block_size": 16}, FormatError, "do not fit"),
     "a block that does not divide": ("oft", {"oft_block_size": 7}, FormatError, "oft_block_size"),
+    "another number of values": ("shira", {"r": 3}, FormatError, "do not fit"),
     "a rank of another vera": ("vera", {"r": 3}, FormatError, "do not fit"),
 }  # fmt: skip
 
@@ -365,7 +380,46 @@ def test_a_rotation_of_an_older_peft_is_refused(tmp_path: Path) -> None:
         read_adapter(folder, ours(base("llama")))
 
 
-@pytest.mark.parametrize("name", ["loha", "lokr", "adalora", "vera", "oft", "ia3", "dora"])
+@pytest.mark.parametrize(
+    "changed, told",
+    [
+        (lambda held: held.index_fill(1, torch.tensor([0]), -1), "outside of the projection"),
+        (lambda held: held.index_fill(1, torch.tensor([3]), 1 << 20), "outside of the projection"),
+        (lambda held: held.double(), "has no places"),
+        (lambda held: held[:, 1:].contiguous(), "do not fit"),
+        (lambda held: held[0].contiguous(), "do not fit"),
+    ],
+)
+def test_places_that_mean_nothing_are_refused(
+    changed: Callable[[Tensor], Tensor], told: str, tmp_path: Path
+) -> None:
+    folder = configured(tmp_path, "shira")
+    held = load_file(folder / "adapter_model.safetensors")
+    key = next(one for one in held if one.endswith("indices"))
+    save_file(held | {key: changed(held[key])}, folder / "adapter_model.safetensors")
+    with pytest.raises(FormatError, match=told):
+        read_adapter(folder, ours(base("llama")))
+
+
+def test_values_at_one_place_add(tmp_path: Path) -> None:
+    """As in PEFT's sparse product, where a mask of one's own names a place twice."""
+    folder = configured(tmp_path, "shira")
+    held = load_file(folder / "adapter_model.safetensors")
+    key = next(one for one in held if one.endswith("indices"))
+    twice = held[key].clone()
+    twice[:, 1] = twice[:, 0]
+    save_file(held | {key: twice}, folder / "adapter_model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = peft.PeftModel.from_pretrained(copy.deepcopy(base("llama")), folder)
+        with torch.no_grad():
+            expected = made.eval().double()(READ).logits
+    model = ours(base("llama"))
+    found = logits(model, [("a", read_adapter(folder, model).now(), 1.0)])
+    assert close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["loha", "lokr", "adalora", "vera", "oft", "ia3", "dora", "shira"])
 def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, name: str) -> None:
     folder = configured(tmp_path, name)
     held = load_file(folder / "adapter_model.safetensors")

@@ -157,14 +157,17 @@ def test_dropout_draws_as_pefts_does(dora: bool) -> None:
 
 @pytest.mark.parametrize("panels", [False, True])
 @pytest.mark.parametrize("codes", [None, "int8", "int4"])
-def test_gradients_pass_through_weights_that_are_frozen(codes: Any, panels: bool) -> None:
+@pytest.mark.parametrize("targets", ["all-linear", ["down_proj"]])
+def test_gradients_pass_through_weights_that_are_frozen(
+    targets: Any, codes: Any, panels: bool
+) -> None:
     """They are those of the same values as plain floats, where activations are not rounded; where
     they are, the rounding counts as none."""
     frozen = narrow_model("llama", codes, panels=panels)
     exact = convert_model(
         frozen, exact_activations=True, in_panels=lambda spec: read_rows if panels else None
     )
-    config = es.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)
+    config = es.LoraConfig(r=3, target_modules=targets, init_lora_weights=False)
     grads = []
     for core in (exact, convert_model(frozen, dtype=torch.float32, learns=True), frozen):
         model = LanguageModel(core)

@@ -219,8 +219,11 @@ def test_a_model_with_an_adapter_is_compared_with_pefts(
     said = folder.parent / "text.txt"
     said.write_text(FEW["text"])
     line = ("verify", str(folder), "--text", str(said), "--tokens", "3", "--json")
-    outcome = call(*line, "--adapter", str(adapter))
+    outcome = call(*line, "--adapter", f"mine={adapter}")
     assert (outcome.code, json.loads(outcome.out)["adapter"]) == (0, str(adapter))
+    for asked in ([f"{adapter}@0.5"], [str(adapter), f"b={adapter}"]):
+        refused = call(*line, *(part for one in asked for part in ("--adapter", one)))
+        assert refused.code == 2 and "is compared as a whole, with PEFT's" in refused.err
     # Where transformers computes without it, the comparison says so.
     monkeypatch.setattr(Reference, "adapt", lambda self, folder: None)
     assert not es.verify(folder, adapter=adapter, **FEW).holds

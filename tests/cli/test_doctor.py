@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import tomllib
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import everystep as es
 from everystep.cli import machine, machine_findings, model_findings
 from everystep.cli.machine_findings import Finding
 from everystep.executors.native.library import Status
+from everystep.testing.models import tiny_llama
 from tests.cli.running import Caller
 from tests.cli.tiny_model import CONFIG, write_tiny_model
 from tests.reading import ROOT
@@ -217,3 +219,75 @@ def test_a_model_that_cannot_be_loaded_is_a_problem(tmp_path: Path, call: Caller
 def test_a_model_that_is_not_there_is_a_wrong_call(call: Caller) -> None:
     outcome = call("doctor", "./absent")
     assert outcome.code == 1 and outcome.out == "" and "./absent" in outcome.err
+
+
+@pytest.fixture
+def adapted(tmp_path: Path) -> Path:
+    """A whole tiny model, an adapter that runs natively and one that does not, as PEFT has them."""
+    folder = write_tiny_model(tmp_path / "tiny")
+    model = es.load_model(folder)
+    lora = es.LoraConfig(r=4, target_modules=["q_proj"])
+    for name, config in (
+        ("plain", lora),
+        ("norms", replace(lora, modules_to_save=["norm"])),
+    ):
+        model.add_adapter(name, config)
+        model.save_adapter(tmp_path / name, name)
+    return folder
+
+
+def test_an_adapter_is_what_its_folder_holds(adapted: Path, call: Caller) -> None:
+    found = found_of(call, "--adapter", str(adapted.parent / "plain"))["adapter plain"]
+    numbers = 2 * 4 * (16 + 16)
+    assert found["found"].startswith(f"LoRA, {numbers} numbers in 4 tensors, rank 4, for ")
+    assert found["verdict"] == "note" and "everystep doctor MODEL --adapter" in found["do"]
+    unknown = adapted.parent / "plain" / "adapter_config.json"
+    unknown.write_text(json.dumps({**json.loads(unknown.read_text()), "peft_type": "BOFT"}))
+    outcome = call("doctor", "--json", "--adapter", str(adapted.parent / "plain"))
+    found = {one["what"]: one for one in json.loads(outcome.out)}["adapter plain"]
+    assert outcome.code == 1 and found["verdict"] == "problem" and "BOFT" in found["found"]
+
+
+def test_a_model_says_how_it_runs_an_adapter(
+    adapted: Path, call: Caller, monkeypatch: Patch
+) -> None:
+    beside = adapted.parent
+    asked = ("--adapter", str(beside / "plain"), "--adapter", f"other={beside / 'norms'}")
+    found = found_of(call, str(adapted), *asked)
+    assert found["adapter plain"]["verdict"] == "ok"
+    native = found["executor"]["found"]
+    assert found["adapter plain runs on"] == {
+        "what": "adapter plain runs on",
+        "verdict": "ok",
+        "found": native,
+        "do": "",
+    }
+    if native.startswith("native"):
+        told = found["adapter other runs on"]
+        assert (told["verdict"], told["found"]) == ("note", "torch (it has no changed norms)")
+        assert "docs/guide/adapters.md" in told["do"]
+    other = tiny_llama()
+    other.add_adapter("plain", es.LoraConfig(r=4, target_modules=["q_proj"]))
+    other.save_adapter(beside / "plain", "plain")
+    outcome = call("doctor", str(adapted), "--json", *asked)
+    told = {one["what"]: one for one in json.loads(outcome.out)}["adapter plain runs on"]
+    assert outcome.code == 1 and told["verdict"] == "problem"
+    assert "this model cannot run it" in told["found"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (("plain@0.5",), "what is checked is the whole of it"),
+        (("a/x", "b/x"), "two adapters one name"),
+    ],
+)
+def test_adapters_that_cannot_be_checked(asked: tuple[str, ...], told: str, call: Caller) -> None:
+    outcome = call("doctor", *(part for one in asked for part in ("--adapter", one)))
+    assert outcome.code == 2 and told in outcome.err
+
+
+def test_a_folder_without_an_adapter_is_a_problem(tmp_path: Path, call: Caller) -> None:
+    outcome = call("doctor", "--json", "--adapter", str(tmp_path))
+    (found,) = [one for one in json.loads(outcome.out) if one["what"].startswith("adapter")]
+    assert outcome.code == 1 and "adapter_config.json" in found["found"]

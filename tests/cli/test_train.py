@@ -57,9 +57,35 @@ def test_an_adapter_is_made_that_other_commands_run_with(folder: Path, call: Cal
     assert "steps: 20" in again
 
 
+def test_an_adapter_goes_on_learning(folder: Path, call: Caller) -> None:
+    """Of a kind that the command makes none of; the new folder is of the same kind."""
+    beside = folder.parent
+    model = es.load_model(folder)
+    model.add_adapter("other", es.LoHaConfig(r=3, target_modules=["q_proj", "up_proj"]))
+    model.save_adapter(beside / "other", "other")
+    held_out = ("--eval", str(beside / "eval.jsonl"))
+    line = ("train", "--data", str(beside / "data.jsonl"), *held_out, "-m", str(folder))
+    line += ("--steps", "12", "--learning-rate", "0.05")
+    first = call(*line, "--adapter", str(beside / "other"), "-o", str(beside / "first"))
+    assert first.code == 0 and "training 960 numbers of an adapter" in first.err
+    settings = json.loads((beside / "first" / "adapter_config.json").read_text())
+    assert (settings["peft_type"], settings["r"]) == ("LOHA", 3)
+    again = call(*line, "--adapter", f"x={beside / 'first'}", "-o", str(beside / "second"))
+    losses = [
+        float(one) for out in (first.out, again.out) for one in re.findall(r"([\d.]+) (?:b|a)", out)
+    ]
+    before, after, then, last = losses
+    assert before > after and then == pytest.approx(after, abs=1e-3) and last < then
+
+
 @pytest.mark.parametrize(
     "given, told",
     [
+        (("--adapter", "a", "--rank", "4"), "--rank has no effect beside --adapter"),
+        (("--adapter", "a", "--config", "lora.toml"), "[lora] of"),
+        (("--adapter", "a@0.5"), "has a weight, and one is trained"),
+        (("--adapter", "a", "--adapter", "b"), "gives a mix, and one is trained; wanted DIR"),
+        (("--adapter", "nowhere"), "nowhere is not the folder of an adapter"),
         (("--eval", "eval.jsonl"), "--eval has no effect without --data"),
         (("--data", "none.jsonl"), "none.jsonl"),
         (("--data", "data.jsonl", "--config", "none.toml"), "none.toml is not there"),
@@ -73,6 +99,7 @@ def test_what_is_wrong_is_named(
     given: tuple[str, ...], told: str, folder: Path, call: Caller
 ) -> None:
     beside = folder.parent
+    (beside / "lora.toml").write_text("[lora]\nr = 4\n")
     (beside / "wrong.toml").write_text("[lora]\nrank = 4\n")
     files = [str(beside / one) if "." in one and one[0] != "-" else one for one in given]
     found = call("train", *files, "-m", str(folder), "--output", str(beside / "out"))

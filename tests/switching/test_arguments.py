@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
 import torch
 import transformers
+import typer
 
 import everystep as es
 from everystep.api.model import LanguageModel
 from everystep.api.subjects import OwnSubject
+from everystep.cli.adapters import WITHOUT_ADAPTERS
+from everystep.cli.app import app
 from everystep.engine import Engine
 from everystep.engine.snapshot import fingerprint
 from everystep.errors import EverystepError
@@ -241,3 +244,30 @@ def test_the_command_line_hands_it_on_or_refuses_it(
         assert outcome.code == 2 and stage.loads == []
         told = "--help" in outcome.err or "is the option here" in outcome.err
         assert f"--{name.replace('_', '-')}" in outcome.err and told
+
+
+def _commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The words that each command is called by, and the command; shells call the hidden ones."""
+    for name, one in group.commands.items():
+        if one.hidden:
+            continue
+        yield (*path, name), one
+        yield from _commands(one, (*path, name)) if hasattr(one, "commands") else ()
+
+
+def test_every_command_takes_an_adapter_or_says_what_to_do(
+    call: Caller,  # noqa: F811
+) -> None:
+    found = dict(_commands(typer.main.get_command(app)))
+    taking = {
+        words for words, one in found.items() if any("--adapter" in p.opts for p in one.params)
+    }
+    assert {words[0] for words in found.keys() - taking} == {*WITHOUT_ADAPTERS}
+    assert {words for words in taking if words[0] in WITHOUT_ADAPTERS} == set()
+    for words in found.keys() - taking:
+        outcome = call(*words, "--adapter", "mine")
+        assert outcome.code == 2 and outcome.out == ""
+        assert outcome.err.splitlines() == [
+            f"everystep: `everystep {' '.join(words)}` takes no adapter.",
+            f"everystep: {WITHOUT_ADAPTERS[words[0]]}",
+        ]

@@ -186,6 +186,9 @@ def evaluated(folder: Path, count: int, **more: Any) -> dict[str, Any]:
         result = {k: v for k, v in run.evaluate().items() if not k.endswith(("runtime", "second"))}
         answers = run.predict(data).texts
         found[str(generates)] = [result, answers, [text for _, text in run.samples], repr(told)]
+        if generates:  # the first process has written all of them down by now
+            file = folder / "evaluated-True" / "answers.jsonl"
+            found["written"] = sorted(file.read_text().splitlines())
         told.clear()
     return found
 

@@ -107,9 +107,12 @@ def test_the_first_process_writes_alone(together: list[dict[str, Any]], folder: 
 def test_an_evaluation_is_that_of_one_process(
     how: str, generates: str, together: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Loss, what is generated and sampled with seeds, logits, and the metrics of them."""
-    (metrics, texts, samples, told) = ranks.evaluated(tmp_path, 1)[generates]
+    """Loss, what is generated and sampled with seeds, logits, the metrics of them, and the file of
+    answers."""
+    alone = ranks.evaluated(tmp_path, 1)
+    (metrics, texts, samples, told) = alone[generates]
     for number, one in enumerate(together):
+        assert one[how]["written"] == alone["written"] and len(alone["written"]) == 10
         found = one[how][generates]
         assert found[0] == pytest.approx(metrics, rel=1e-6)
         assert found[1] == texts and found[2] == samples

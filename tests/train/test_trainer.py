@@ -39,6 +39,7 @@ QUICK = {"max_steps": 3, "gradient_accumulation_steps": 1, "save_strategy": "no"
 def made(tmp_path: Path, model: Any = None, rows: Any = ROWS, **given: Any) -> es.Trainer:
     names = ("eval_dataset", "compute_loss", "compute_loss_func", "compute_metrics", "callbacks")
     names += ("processing_class", "peft_config", "optimizers", "preprocess_logits_for_metrics")
+    names += ("adapter_name",)
     of_trainer = {name: given.pop(name) for name in names if name in given}
     said = {"disable_tqdm": True, **QUICK, **given}
     args = es.TrainingArguments(output_dir=tmp_path, **said)
@@ -565,6 +566,77 @@ def test_an_adapter_is_trained_resumed_and_generates(tmp_path: Path) -> None:
     assert loaded.train().training and not loaded.eval().training  # one that is fixed stays so
     options = {"max_new_tokens": 6, "do_sample": False, "adapter_names": "mine", **_IDS}
     assert es.generate(loaded, None, [[5, 9]], **options)[0].tokens == tokens[0].tokens
+
+
+NEW = {
+    "lora": es.LoraConfig(r=4, target_modules="all-linear"),
+    "dora of a few": es.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True),
+    "parts": es.LoraConfig(r=4, target_modules=["o_proj"], modules_to_save=["norm"]),
+    "loha": es.LoHaConfig(r=2, target_modules=["v_proj", "down_proj"]),
+}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_an_adapter_goes_on_learning(name: str, tmp_path: Path) -> None:
+    """SGD keeps nothing between steps, so four steps are two of one run and two of the next."""
+    said: dict[str, Any] = {
+        "optim": "sgd",
+        "learning_rate": 0.5,
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+        "per_device_train_batch_size": 2,
+    }
+
+    def run(folder: str, rows: Any, **given: Any) -> es.Trainer:
+        found = made(tmp_path / folder, rows=rows, **said, **given)
+        found.train()
+        return found
+
+    torch.manual_seed(3)
+    whole = run("whole", ROWS, peft_config=NEW[name], adapter_name="mine", max_steps=4)
+    torch.manual_seed(3)
+    first = run("first", ROWS[:4], peft_config=NEW[name], max_steps=2)
+    held = first.save_model(tmp_path / "held")
+    model = tiny_llama(vocab_size=97, dtype=torch.float32)
+    model.load_adapter(held, "again")
+    before = model.digest()
+    given = {"model": model, "adapter_name": "again", "save_strategy": "steps", "save_steps": 1}
+    second = run("second", ROWS[4:], max_steps=2, **given)
+    assert model.digest() == before and second.weights.adapter_names == ("again",)
+    wanted = whole.weights.named()
+    assert {*second.weights.named()} == {*wanted}
+    for one, tensor in second.weights.named().items():
+        torch.testing.assert_close(tensor, wanted[one], atol=1e-7, rtol=1e-6)
+        assert not torch.equal(tensor, first.weights.named()[one])
+    fresh = tiny_llama(vocab_size=97, dtype=torch.float32)
+    fresh.load_adapter(held, "again", is_trainable=True)
+    resumed = made(
+        tmp_path / "second", rows=ROWS[4:], max_steps=2, **said, **{**given, "model": fresh}
+    )
+    resumed.train(resume_from_checkpoint=tmp_path / "second" / "checkpoint-1")
+    for one, tensor in resumed.weights.named().items():
+        assert torch.equal(tensor, second.weights.named()[one])
+
+
+def test_whether_an_adapter_is_trained_is_never_guessed(tmp_path: Path) -> None:
+    model = tiny_llama(vocab_size=97, dtype=torch.float32)
+    model.add_adapter("mine", es.LoraConfig(r=2, target_modules="all-linear"))
+    with pytest.raises(RequestError, match=r"adapter_name='mine'.*trainable=\['\.'\]"):
+        made(tmp_path, model=model)
+    with pytest.raises(RequestError, match="there is no such adapter"):
+        made(tmp_path, model=model, adapter_name="other")
+    with pytest.raises(RequestError, match="cannot have this name"):
+        made(tmp_path, model=model, adapter_name="mine", peft_config=es.LoraConfig(r=2))
+    with pytest.raises(RequestError, match="Leave trainable out"):
+        made(tmp_path, model=model, adapter_name="mine", trainable=["norm"])
+    wrapped = es.wrap(reference_decoder("llama", torch.float32))
+    with pytest.raises(UnsupportedError, match="by its own library"):
+        made(tmp_path, model=wrapped, adapter_name="mine")
+    with pytest.raises(UnsupportedError, match="belong to its own library"):
+        wrapped.adapter("mine")
+    every = made(tmp_path, model=model, trainable=["."])
+    assert {*every.weights.named()} == {name for name, _ in model.named_parameters()}
+    assert made(tmp_path, model=model, adapter_name="mine").weights.adapter_names == ("mine",)
 
 
 _IDS = {"return_dict_in_generate": True}

@@ -156,7 +156,42 @@ def test_bfloat16_is_within_the_spread_of_transformers(steps: int, tmp_path: Pat
     assert (found[epoch:].mean() - theirs[epoch:].mean()).abs() < spread / 2
     rounding = (theirs - exact).abs()
     assert (found - exact).abs().mean() < 2 * rounding.mean()
-    assert (found - theirs).abs().mean() < 3 * rounding.mean() and bool((found != exact).any())
+    assert (found - theirs).abs().mean() < 2 * rounding.mean() and bool((found != exact).any())
+
+
+ROUNDED: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in ("llama", "qwen3", "gemma2", "phi3", "stablelm")},
+    "a key head for each": ("llama", {"num_key_value_heads": 6}),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_autocast_rounds_where_transformers_does(name: str) -> None:
+    """Logits, losses and the gradient of the head are those of transformers, which is far from what
+    rounding is; norms of heads, turns and softmaxes are in float32, in few positions too."""
+    kind, config = ROUNDED[name]
+    torch.manual_seed(0)
+    reference = reference_decoder(kind, torch.float32, **config)
+    model = LanguageModel(ours(reference)).requires_grad_()
+    heads = []
+    for one in (model, reference):
+        heads.append(dict(one.named_parameters()).get("lm_head.weight"))
+    for start in (0, 4, 8):
+        batch = padded(examples()[start : start + 4])
+        real = batch["attention_mask"].bool()
+        exact = reference(**batch, use_cache=False).logits[real]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            theirs = reference(**batch, use_cache=False)
+            found = model(**batch, use_cache=False, output_logits=True)
+        rounding = (theirs.logits[real] - exact).abs().mean()
+        assert rounding > 1e-3
+        assert (found.logits[real] - theirs.logits[real]).abs().mean() < 0.02 * rounding
+        assert abs(float(found.loss - theirs.loss)) < 1e-4
+        theirs.loss.backward()
+        found.loss.backward()
+    if heads[1] is not None:
+        torch.testing.assert_close(heads[0].grad, heads[1].grad, rtol=0.02, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
+import resource
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +15,11 @@ import pytest
 import torch
 
 import everystep as es
-from everystep.errors import CapacityError, RequestError
+from everystep.errors import CapacityError, FileError, RequestError
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 from everystep.train.callbacks import log_of
+from everystep.train.evaluation import AnswerFile
 from tests.train.runs import padded
 
 DATA = [
@@ -25,12 +30,20 @@ DATA = [
 
 def made(folder: Path, **given: Any) -> es.Trainer:
     names = ("sample_prompts", "peft_config", "eval_dataset", "compute_loss_func", "optimizers")
+    names += ("compute_metrics",)
     of_trainer = {name: given.pop(name) for name in names if name in given}
     said = {"max_steps": 3, "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
     args = es.TrainingArguments(output_dir=folder, **{**said, **given})
     model = tiny_llama(vocab_size=320, dtype=torch.float32)
     rest = {"processing_class": tiny_tokenizer(), **of_trainer}
     return es.Trainer(model, args, None, DATA, **rest)
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """What is in the file of answers, each line of which is whole."""
+    text = (folder / "answers.jsonl").read_text(encoding="utf-8")
+    assert not text or text.endswith("\n")
+    return [json.loads(one) for one in text.splitlines()]
 
 
 def live_bytes() -> int:
@@ -143,3 +156,95 @@ def test_the_speed_is_told_where_tokens_are_counted(tmp_path: Path) -> None:
     seen = log_of(tmp_path)[-1]["num_input_tokens_seen"]
     metrics = result.metrics
     assert metrics["train_tokens_per_second"] == pytest.approx(seen / metrics["train_runtime"])
+
+
+GENERATES: dict[str, Any] = {"predict_with_generate": True, "generation_max_length": 5}
+
+
+def answer(folder: str, count: int) -> None:
+    """Evaluate so many prompts by generation."""
+    torch.set_num_threads(1)
+    rows = [{"prompt": f"{one} ü", "completion": " two"} for one in range(count)]
+    made(Path(folder), eval_dataset=rows, **{**GENERATES, "generation_max_length": 30}).evaluate()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*ended by their length")
+def test_answers_are_in_a_file_before_the_evaluation_ends(tmp_path: Path) -> None:
+    """A process that is killed in the middle of one leaves those that it had, as whole lines."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.train.runs", "everystep.train.trainer"])
+    child = context.Process(target=answer, args=(str(tmp_path), 2000))
+    child.start()
+    while not (tmp_path / "answers.jsonl").exists() and child.is_alive():
+        time.sleep(0.01)
+    child.kill()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    lines = lines_of(tmp_path)
+    assert 0 < len(lines) < 2000 and len({one["example"] for one in lines}) == len(lines)
+    assert all(one["prompt"] == f"{one['example']} ü" for one in lines)
+    assert all(one["target"].startswith(" two") for one in lines)
+
+
+@pytest.mark.filterwarnings("ignore:.*are trained on", "ignore:.*ended by their length")
+def test_answers_of_each_evaluation_are_those_of_the_metrics(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def metrics(found: es.EvalPrediction) -> dict[str, float]:
+        seen.append(found)
+        return {}
+
+    given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, **GENERATES}
+    given |= {"save_strategy": "steps", "save_steps": 2, "learning_rate": 0.02}
+    given |= {"eval_dataset": {"a": DATA, "b": DATA[1:]}, "compute_metrics": metrics}
+    (tmp_path / "answers.jsonl").write_text('{"step": 1}\n')  # of another run
+    run = made(tmp_path, **given)
+    run.evaluate()
+    run.train()
+    lines = lines_of(tmp_path)
+    told = [
+        (0, "eval_a"),
+        (0, "eval_b"),
+        (2, "eval_a"),
+        (2, "eval_b"),
+        (4, "eval_a"),
+        (4, "eval_b"),
+    ]
+    assert len(seen) == len(told)
+    for place, found in zip(told, seen, strict=True):
+        own = [one for one in lines if (one["step"], one["evaluation"]) == place]
+        own.sort(key=lambda one: one["example"])
+        assert [one["answer"] for one in own] == found.texts
+        assert [one["finish_reason"] for one in own] == [
+            one.finish_reason.kind for one in found.generated
+        ]
+        assert [one["example"] for one in own] == [*range(len(found.texts))]
+    assert len(lines) == 9 and lines[-1]["prompt"] == "three"
+    run.predict(DATA[:1])
+    assert lines_of(tmp_path)[:-1] == lines and lines_of(tmp_path)[-1]["evaluation"] == "test"
+    # A run that goes on drops what came after its checkpoint, and a line that was cut.
+    with (tmp_path / "answers.jsonl").open("a") as file:
+        file.write('{"step": 2, "evalu')
+    made(tmp_path, **given).train(resume_from_checkpoint=tmp_path / "checkpoint-2")
+    assert sorted(map(str, lines_of(tmp_path))) == sorted(map(str, lines))
+    by_ids = made(tmp_path / "ids", eval_dataset=[{"input_ids": [5, 6], "labels": [-100, 6]}])
+    assert not (tmp_path / "ids").exists() and by_ids.evaluate()  # nothing is generated
+    assert not (tmp_path / "ids" / "answers.jsonl").exists()
+
+
+def test_a_line_that_the_disk_refuses_leaves_whole_ones(tmp_path: Path) -> None:
+    own = AnswerFile(tmp_path)
+    own.add({"step": 0, "answer": "a"})
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    size = (tmp_path / "answers.jsonl").stat().st_size
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 9, limit[1]))
+        with pytest.raises(FileError, match=r"answers\.jsonl could not be written.*Make room"):
+            own.add({"step": 0, "answer": "b" * 99})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    own.add({"step": 0, "answer": "c"})
+    assert [one["answer"] for one in lines_of(tmp_path)] == ["a", "c"]

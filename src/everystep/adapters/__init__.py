@@ -38,7 +38,12 @@ from everystep.adapters.learning import learning
 from everystep.adapters.named_arguments import read_adding, read_loading
 from everystep.adapters.peft_adapter import PeftAdapter
 from everystep.adapters.peft_config import AdapterConfig, LoHaConfig, LoraConfig, new_adapter
-from everystep.adapters.peft_folder import read_adapter, write_adapter
+from everystep.adapters.peft_folder import (
+    AdapterContents,
+    adapter_contents,
+    read_adapter,
+    write_adapter,
+)
 from everystep.adapters.steering import (
     SteeringAdapter,
     read_steering,
@@ -56,6 +61,7 @@ __all__ = [
     "Adapter",
     "AdapterChange",
     "AdapterConfig",
+    "AdapterContents",
     "AdapterUse",
     "Adapters",
     "AfterLayer",
@@ -78,6 +84,7 @@ __all__ = [
     "Shift",
     "SteeringAdapter",
     "adapted",
+    "adapter_contents",
     "learning",
     "let_follow",
     "merged",

@@ -144,7 +144,7 @@ def _shifted(bias: Tensor | None, shift: Tensor | None, share: float) -> Tensor 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dense(Addition):
-    """x W^T; `matrix`: (rows, in). LoHa (Hyeon-Woo et al. 2021)."""
+    """x W^T; `matrix`: (rows, in). LoHa (Hyeon-Woo et al. 2021), SHiRA (Bhardwaj et al. 2024)."""
 
     matrix: Tensor
     start: int = 0

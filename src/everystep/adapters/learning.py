@@ -47,7 +47,10 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, base: LinearMap) -> Tensor:
         ctx.base = base
-        return base(x)
+        found = base(x)
+        # Queries and keys are turned in place, and torch forbids that of a view that is made here.
+        memory, start = found.untyped_storage(), found.storage_offset()
+        return found.new_empty(0).set_(memory, start, found.size(), found.stride())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -28,7 +28,7 @@ from everystep.models.config import Fields
 from everystep.nn.modes import ordinary_mode
 
 _SHARED = re.compile(r"base_model\.(vera_[AB])")
-_TENSOR = re.compile(r"base_model\.model\.(.+?)\.((?:lora|hada|lokr|oft|ia3|vera)_.+)")
+_TENSOR = re.compile(r"base_model\.model\.(.+?)\.((?:lora|hada|lokr|oft|ia3|vera|shira)_.+)")
 _MERGE = "Merge the adapter into the model's weights with PEFT and load those"
 _DROPS = ("lora_dropout", "vera_dropout")
 """The shares of what is read that a kind leaves out while it learns."""
@@ -46,6 +46,8 @@ _IDLE = frozenset(
         *(*_DROPS, *_OTHER_DROPS, "rank_dropout_scale"),
         *("init_weights", "init_ia3_weights", "d_initial", "projection_prng_key"),
         *("eva_config", "save_projection"),
+        # Of SHiRA, which values of a weight were chosen: their places are saved.
+        *("mask_type", "random_seed"),
         # Of AdaLoRA, which gives ranks to modules while it learns.
         *("init_r", "target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "total_step"),
         "orth_reg_weight",
@@ -137,7 +139,17 @@ class AdapterPlan:
     def fixed(self) -> set[str]:
         """The names of the tensors that do not learn by themselves."""
         own = (name for part in self.parts if not part.learns for name in part.names.values())
-        return {*self.shared.values(), *own}
+        return {*self.shared.values(), *own, *self.places}
+
+    @property
+    def places(self) -> set[str]:
+        """The names of the tensors that are whole numbers."""
+        return {
+            name
+            for _, held in self.modules
+            for what, name in held.items()
+            if what in self.kind.places
+        }
 
     @property
     def twins(self) -> dict[str, str]:
@@ -146,7 +158,8 @@ class AdapterPlan:
         return {name: part.of for part in twins for name in part.names.values()}
 
     def _placed(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.model.device, self.model.dtype)
+        counts = not tensor.is_floating_point()
+        return tensor.to(self.model.device, tensor.dtype if counts else self.model.dtype)
 
 
 class PeftAdapter:

@@ -72,7 +72,8 @@ class AdapterKind:
     """A kind of adapter.
 
     `keys`: the settings that it computes by. `tensors`: what a module may have, and `needed`: the
-    sets of which it has one. `shared`: what all modules have in common. `turned`: whether its
+    sets of which it has one. `shared`: what all modules have in common. `places`: those
+    of a module's that are whole numbers and do not learn. `turned`: whether its
     tensors mean the same where checkpoints hold weights transposed. `biases`: which biases of the
     model it may have trained. `make`: makes the change of a module.
     """
@@ -83,6 +84,7 @@ class AdapterKind:
     tensors: frozenset[str]
     needed: tuple[frozenset[str], ...]
     shared: frozenset[str] = frozenset()
+    places: frozenset[str] = frozenset()
     turned: bool = False
     biases: frozenset[str] = frozenset({"none"})
 
@@ -214,6 +216,22 @@ def _lokr(config: Fields, module: AdaptedModule) -> AdapterChange:
     return Kronecker(left * scale, right, module.part.start)
 
 
+def _shira(config: Fields, module: AdaptedModule) -> AdapterChange:
+    values, places = module.tensors["shira_weight"], module.tensors["shira_indices"]
+    rows, width = module.shape
+    count = config.integer("r", 32) * (rows + width)
+    module.require(shira_weight=(count,), shira_indices=(2, count))
+    row, column = places.long()
+    if bool((places < 0).any()) or bool((row >= rows).any()) or bool((column >= width).any()):
+        raise FormatError(
+            f"the adapter's shira_indices for {module.name!r} are outside of the projection",
+            wanted=f"rows below {rows} and columns below {width}",
+            got=f"up to {places.amax(1).tolist()} from {places.amin(1).tolist()} on",
+        )
+    matrix = values.new_zeros(rows, width).index_put((row, column), values, accumulate=True)
+    return Dense(module.part.loaded(matrix), module.part.start)
+
+
 def _factor(module: AdaptedModule, name: str) -> Tensor:
     """Return a factor (n, m), which may be a product of two."""
     held = module.tensors
@@ -310,6 +328,7 @@ _FACTORS = tuple(
     for left in (("lokr_w1",), ("lokr_w1_a", "lokr_w1_b"))
     for right in (("lokr_w2",), ("lokr_w2_a", "lokr_w2_b"))
 )
+_SPARSE = frozenset({"shira_weight", "shira_indices"})
 _BIASES = frozenset({"none", "all", "lora_only"})
 _SCALES = frozenset({"r", "alpha", "rank_pattern", "alpha_pattern", "modules_to_save"})
 
@@ -331,6 +350,14 @@ KINDS: Mapping[str, AdapterKind] = {
     ),
     "LOHA": AdapterKind("LoHa", _loha, _SCALES, _SIDES, (_SIDES,)),
     "LOKR": AdapterKind("LoKr", _lokr, _SCALES, frozenset().union(*_FACTORS), _FACTORS),
+    "SHIRA": AdapterKind(
+        "SHiRA",
+        _shira,
+        frozenset({"r", "modules_to_save"}),
+        _SPARSE,
+        (_SPARSE,),
+        places=frozenset({"shira_indices"}),
+    ),
     "ADALORA": AdapterKind(
         "AdaLoRA",
         _adalora,

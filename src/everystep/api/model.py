@@ -270,6 +270,14 @@ class LanguageModel(LoopMethods, Subject):
         self._held.to(device, dtype)
         return self
 
+    def adapter(self, name: str) -> PeftAdapter:
+        """Return the adapter of this name, as `load_adapter` and `add_adapter` do.
+
+        Its `tensors` and `parameters()` are those of its folder. Raises RequestError where there is
+        none, UnsupportedError for a wrapped model.
+        """
+        return self._held.adapter(name)
+
     def load_adapter(
         self,
         folder: Folder | None = None,

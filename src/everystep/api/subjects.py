@@ -127,6 +127,10 @@ class Holder(Subject, Protocol):
         """Move the weights to the device and convert them to the type; None: as they are."""
 
     @abstractmethod
+    def adapter(self, name: str) -> PeftAdapter:
+        """Return the adapter of this name; RequestError where there is none."""
+
+    @abstractmethod
     def load_adapter(self, folder: Folder, name: str, *, learns: bool) -> PeftAdapter | None:
         """Let requests ask for the adapter in a folder by this name, and return it where it is
         one of this library."""
@@ -345,6 +349,9 @@ class OwnSubject(Holder):
             in_panels = partial(panels_of, self._executor_name)
             self._convert(device=place, dtype=dtype, in_panels=in_panels)
             let_follow(self._adapters, self.core)
+
+    def adapter(self, name: str) -> PeftAdapter:
+        return require_adapter(self._adapters, name)
 
     def load_adapter(self, folder: Folder, name: str, *, learns: bool) -> PeftAdapter:
         self._require_unmerged()
@@ -597,6 +604,12 @@ class WrappedSubject(Holder):
     def to(self, device: torch.device | str | int | None, dtype: torch.dtype | None) -> None:
         wanted: dict[str, Any] = {"device": device, "dtype": dtype}
         self._module.to(**{name: one for name, one in wanted.items() if one is not None})
+
+    def adapter(self, name: str) -> PeftAdapter:
+        raise UnsupportedError(
+            "the adapters of a wrapped model belong to its own library",
+            do="Read model.module, or load the model with everystep.load_model",
+        )
 
     def load_adapter(self, folder: Folder, name: str, *, learns: bool) -> None:
         self._of_peft().load_adapter(folder, adapter_name=name, is_trainable=learns)

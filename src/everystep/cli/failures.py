@@ -17,6 +17,7 @@ from typing import Any
 
 import typer
 
+from everystep.cli.adapters import WITHOUT_ADAPTERS
 from everystep.cli.command_options import option_for
 from everystep.cli.terminal import harmless, is_terminal, note
 from everystep.config.foreign_names import COMMANDS, OPTIONS, SAME
@@ -77,6 +78,10 @@ def _reading(error: Exception) -> tuple[int, str, str]:
         context = error.ctx if isinstance(error, _UsageError) else None
         hint = f"`{context.command_path} --help` shows what there is." if context else ""
         text = _sentence(error.format_message())
+        if context and getattr(error, "option_name", "") == "--adapter":
+            path = context.command_path
+            if told := WITHOUT_ADAPTERS.get(([*path.split(), ""])[1]):
+                return error.exit_code, f"`{path}` takes no adapter.", told
         return error.exit_code, text, _foreign(error, text, hint) or hint
     if isinstance(error, RequestError) and not isinstance(error, UnsupportedError | CapacityError):
         return _USAGE, str(error), ""

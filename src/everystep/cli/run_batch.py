@@ -10,9 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from everystep.cli import command_options as o
-from everystep.cli.adapters import named_adapters
+from everystep.cli.adapters import ServedAdapters, named_adapters
 from everystep.cli.serve import (
-    Adapters,
     Named,
     RayAddress,
     Replicas,
@@ -41,7 +40,7 @@ def run_batch(
         ),
     ],
     model: Named = None,
-    adapter: Adapters = None,
+    adapter: ServedAdapters = None,
     steer: Steering = None,
     max_rows: Annotated[int | None, typer.Option(metavar="N", min=1, help="Rows at once.")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of the engine.")] = None,

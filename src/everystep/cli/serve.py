@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from everystep.cli import command_options as o
-from everystep.cli.adapters import named_adapters
+from everystep.cli.adapters import ServedAdapters, named_adapters
 from everystep.cli.terminal import is_terminal, note, write_line
 from everystep.errors import MissingExtraError, RequestError
 from everystep.files.sources import DEFAULT_MODEL
@@ -34,12 +34,6 @@ _seen = "What operators see"
 Named = Annotated[
     list[str] | None,
     typer.Option("--model", "-m", metavar="NAME=SOURCE", help="Serve a further model. Repeatable."),
-]
-Adapters = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--adapter", metavar="[NAME=]DIR", help="Serve an adapter as a model. Repeatable."
-    ),
 ]
 Steering = Annotated[
     list[str] | None,
@@ -117,7 +111,7 @@ def serve(
         Path | None, typer.Option(metavar="FILE", help="A unix socket in place of a port.")
     ] = None,
     model: Named = None,
-    adapter: Adapters = None,
+    adapter: ServedAdapters = None,
     steer: Steering = None,
     *,
     api_key: Keys = None,

@@ -16,6 +16,7 @@ import typer
 
 import everystep as es
 from everystep.cli import command_options as o
+from everystep.cli.adapters import AskedAdapter, TrainedAdapter, one_adapter
 from everystep.cli.loading import load
 from everystep.cli.terminal import is_terminal, note, write_line
 from everystep.errors import FileError, FormatError, MissingFileError, RequestError
@@ -36,6 +37,10 @@ _USUAL: dict[str, Any] = {
 }
 """Choices of a run where neither the command nor the configuration says otherwise."""
 _LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
+_MERGED = (
+    "Write a model with the others in its weights, save_pretrained(folder, adapters=[...]), and "
+    "name that folder with -m"
+)
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ def train(
     rank: Annotated[
         int | None, typer.Option("--rank", metavar="N", help="The rank of the adapter.")
     ] = None,
+    adapter: TrainedAdapter = None,
     export: Annotated[
         Path | None,
         typer.Option(
@@ -103,7 +109,8 @@ def train(
     """Train an adapter (LoRA) on the examples in FILE, and write it as PEFT does.
 
     The weights of the model stay as they are stored. The loss on examples that are not trained on
-    is shown before and after. `everystep chat --adapter DIR` runs the model with the adapter.
+    is shown before and after. `everystep chat --adapter DIR` runs the model with the adapter, and
+    `everystep train --adapter DIR` goes on training it, of whatever kind it is.
     Under torchrun several processes train together, and the first of them says how it goes.
     """
     if export is not None and is_there(export):
@@ -114,7 +121,9 @@ def train(
         "per_device_train_batch_size": batch_size,
         "learning_rate": learning_rate,
     }
-    chosen = _chosen(config, {name: one for name, one in given.items() if one is not None}, rank)
+    known = one_adapter(adapter, "one is trained", _MERGED)
+    said = {name: one for name, one in given.items() if one is not None}
+    chosen = _chosen(config, said, rank, goes_on=known is not None)
     if find_spec("matplotlib") is not None:
         chosen.run.setdefault("report_to", "plot")
     args = es.TrainingArguments(
@@ -137,7 +146,7 @@ def train(
         train_dataset=es.read_rows(training, loaded, tokenizer, es.DataForm(**chosen.form)),
         eval_dataset=held_out,
         processing_class=tokenizer,
-        peft_config=es.LoraConfig(**chosen.lora),
+        **_trained(loaded, known, chosen.lora),
         form=es.DataForm(**chosen.form),
         sample_prompts=prompts,
     )
@@ -165,6 +174,16 @@ def train(
     tell(f"\neverystep chat --adapter {folder}")
 
 
+def _trained(
+    model: es.LanguageModel, known: AskedAdapter | None, lora: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a Trainer for what it trains: a known adapter, or a new one."""
+    if known is None:
+        return {"peft_config": es.LoraConfig(**lora)}
+    model.load_adapter(known.folder, known.name, is_trainable=True)
+    return {"adapter_name": known.name}
+
+
 def _nothing(_: str = "") -> None:
     """Say nothing, where another process says it."""
 
@@ -179,8 +198,13 @@ def _files(data: Path | None, evaluated: Path | None) -> tuple[Any, Any]:
     return data, evaluated
 
 
-def _chosen(config: Path | None, given: Mapping[str, Any], rank: int | None) -> _Chosen:
-    """Return the choices of a run: what the command says, then what the file says, then ours."""
+def _chosen(
+    config: Path | None, given: Mapping[str, Any], rank: int | None, *, goes_on: bool
+) -> _Chosen:
+    """Return the choices of a run: what the command says, then what the file says, then ours.
+
+    `goes_on`: whether an adapter goes on learning, which has its own form.
+    """
     told = {} if config is None else _read(config)
     lora, form = (told.pop(name, {}) for name in ("lora", "data"))
     for name, one in (("lora", lora), ("data", form)):
@@ -188,6 +212,12 @@ def _chosen(config: Path | None, given: Mapping[str, Any], rank: int | None) -> 
             raise FormatError(f"{config}: [{name}] is no table", got=type(one).__name__)
     _require_known(config, "lora", lora, es.LoraConfig)
     _require_known(config, "data", form, es.DataForm)
+    for name, is_given in (("--rank", rank is not None), (f"[lora] of {config}", bool(lora))):
+        if goes_on and is_given:
+            raise RequestError(
+                f"{name} has no effect beside --adapter: that adapter has its rank and its modules",
+                do="Leave it out, or leave --adapter out for a new adapter",
+            )
     run = {**_USUAL, **told, **given}
     if "num_train_epochs" in given:
         if "max_steps" in given:

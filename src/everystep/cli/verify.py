@@ -9,6 +9,7 @@ import typer
 
 import everystep as es
 from everystep.cli import command_options as o
+from everystep.cli.adapters import VerifiedAdapter, one_adapter
 from everystep.cli.loading import fetch
 from everystep.cli.models import AsJson
 from everystep.cli.terminal import note, write_report, write_table
@@ -27,10 +28,7 @@ def verify(
     tokens: Annotated[
         int, typer.Option("--tokens", metavar="N", help="Greedy tokens to compare.")
     ] = 32,
-    adapter: Annotated[
-        Path | None,
-        typer.Option("--adapter", metavar="DIR", help="Compare MODEL with the adapter in DIR."),
-    ] = None,
+    adapter: VerifiedAdapter = None,
     picture: Annotated[
         Path | None, typer.Option("--picture", metavar="FILE", help="Draw the differences as SVG.")
     ] = None,
@@ -42,11 +40,18 @@ def verify(
     Needs everystep[transformers]. The exit code is 1 if MODEL differs by more than the order of
     sums; where weights are rounded, that is judged in float32, and the rounding is shown beside it.
     """
+    asked = one_adapter(
+        adapter,
+        "one is compared as a whole, with PEFT's",
+        "Compare each alone; a mix as a model of its own, which "
+        "save_pretrained(folder, adapters=[...]) writes",
+    )
+    folder = None if asked is None else asked.folder
     if picture is not None:
         require_writable(picture)
     local = fetch(model, offline or context.obj)
     said = None if text is None else read_text(text)
-    found = es.verify(local, text=said, tokens=tokens, adapter=adapter, offline=True)
+    found = es.verify(local, text=said, tokens=tokens, adapter=folder, offline=True)
     if picture is not None:
         write_atomic(picture, found.picture().encode())
     rows = [one.summary() for one in found.comparisons]
@@ -55,7 +60,7 @@ def verify(
         write_report(
             {
                 "model": model,
-                "adapter": None if adapter is None else str(adapter),
+                "adapter": None if folder is None else str(folder),
                 "transformers": found.transformers,
                 "holds": found.holds,
                 "forms": named,

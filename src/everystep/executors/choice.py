@@ -47,8 +47,7 @@ def open_executor(
             got=f"cache_dtype={cache_dtype!r} and a quantised cache",
             do="Load the model without cache_dtype, or leave the quantised cache out",
         )
-    missing = sorted(needs - abilities_of(model.network))
-    reasons = [*obstacles(model), *(f"it has no {need}" for need in missing)]
+    reasons = _reasons(model, needs)
     if quantization is not None:
         reasons.append("its rows are in full precision")
     if name == "torch" or (name == "auto" and reasons):
@@ -60,6 +59,12 @@ def open_executor(
             do="Load the model with executor='auto' or 'torch'",
         )
     return NativeExecutor(model, cache_dtype)
+
+
+def _reasons(model: Model, needs: Set[str]) -> list[str]:
+    """Return why the native executor cannot run requests with these needs."""
+    missing = sorted(needs - abilities_of(model.network))
+    return [*obstacles(model), *(f"it has no {need}" for need in missing)]
 
 
 def encoder_of(model: Model, name: str = "auto") -> Encode | None:
@@ -101,9 +106,10 @@ def slow_path(model: Model, name: ExecutorName = "auto") -> str | None:
     return f"{reasons[0]}. docs/guide/models.md lists the families that have kernels"
 
 
-def chosen(model: Model, name: ExecutorName = "auto") -> str:
-    """Return the executor that plain requests get: "native (INSTRUCTION SET)", or "torch (WHY)"."""
+def chosen(model: Model, name: ExecutorName = "auto", needs: Set[str] = frozenset()) -> str:
+    """Return the executor that requests with these needs get, plain ones without any: "native
+    (INSTRUCTION SET)", or "torch (WHY)"."""
     if name == "torch":
         return "torch (asked for)"
-    reasons = obstacles(model)
+    reasons = _reasons(model, needs)
     return f"torch ({reasons[0]})" if reasons else f"native ({status().instructions})"

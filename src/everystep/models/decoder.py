@@ -215,13 +215,18 @@ class Decoder(Network):
         spec = self.spec.attention
         heads, kv_heads = self._own_heads()
         turning = heads + kv_heads
-        # (N, H + 2K, D): queries, keys, values; queries and keys are changed in place.
-        qkv = layer.qkv(x).view(-1, turning + kv_heads, spec.head_dim)
+        made = layer.qkv(x)
+        # (N, H + 2K, D): queries, keys, values; queries and keys are changed in place. Where
+        # autocast made them narrower than the model, that is done in the model's type, and rounded
+        # once.
+        wide = made.to(torch.promote_types(made.dtype, self.dtype))
+        qkv = wide.view(-1, turning + kv_heads, spec.head_dim)
         q, kv = qkv[:, :heads], qkv[:, heads:]
         if layer.q_norm is not None and layer.k_norm is not None:
             # A norm's gradient needs what the norm has read, so it reads a copy.
             for part, norm in ((q, layer.q_norm), (kv[:, :kv_heads], layer.k_norm)):
-                read = part.clone() if spec.qk_norm == "heads" else part.clone().flatten(1)
+                copy = part.to(made.dtype, copy=True)
+                read = copy if spec.qk_norm == "heads" else copy.flatten(1)
                 part.copy_(norm(read).view_as(part))
         if table is not None:
             rotate_(qkv[:, :turning], table)

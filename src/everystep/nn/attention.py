@@ -175,8 +175,10 @@ def unfold_heads(out: Tensor, length: int) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, mask: Tensor | None) -> Tensor:
     """Attend with (R, K, q, D) to (R, K, S, D) -> (R, K, q, D), with a `mask` for (R, K, q, S)."""
-    # For a few queries of many rows the fused kernel of the CPU costs up to twice as much.
+    # For a few queries of many rows the fused kernel of the CPU costs up to twice as much. Under
+    # autocast it alone keeps scores in float32.
     few = q.device.type == "cpu" and q.shape[2] <= _FEW_QUERIES
+    few = few and not torch.is_autocast_enabled("cpu")
     if rule.softcap is None and not few:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scale)
     return probabilities(q @ k.transpose(-1, -2), rule, mask) @ v

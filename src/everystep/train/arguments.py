@@ -64,7 +64,8 @@ class TrainingArguments:
     which share of all.
     `save_total_limit`: the newest checkpoints that stay, the best beside them. `seed`, `data_seed`:
     of dropout and of the order of the data. `predict_with_generate`: evaluation generates too, with
-    `generation_config`, at most `generation_max_length` new tokens, and `generation_num_beams`.
+    `generation_config`, at most `generation_max_length` new tokens, and `generation_num_beams`, and
+    writes each answer to `answers.jsonl` in `output_dir` as it ends.
     `trainable`: regular expressions; weights whose name one of them matches somewhere are trained,
     the others stay. `report_to`: "none", or a list of "tensorboard" and "plot", which draws the
     losses into `plot.png` and `plot.svg` at the end. A run writes the lines that it logs to

@@ -7,24 +7,29 @@ a run changes by it: modes and global generators are as before.
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.api.many import generate
 from everystep.api.model import LanguageModel
 from everystep.drivers.generated import Generated
-from everystep.errors import RequestError
+from everystep.drivers.session import Session
+from everystep.errors import FileError, RequestError
+from everystep.files.atomic import write_atomic
 from everystep.nn.loss import NO_LABEL
 from everystep.outputs import TokenLogprobs
 from everystep.requests.prompts import TokenizerLike
 from everystep.types import FinishReason
 
+ANSWERS = "answers.jsonl"
 _CUT_SHARE = 0.5
 """Above this share of answers that ended by their length there is a warning."""
 
@@ -112,11 +117,89 @@ def answers_of(
     tokenizer: TokenizerLike | None,
     asked: Sequence[AskedRow],
     options: Mapping[str, Any],
+    tell: Callable[[int, Generated], None],
 ) -> list[Generated]:
-    """Return the continuation of each prompt."""
+    """Return the continuation of each prompt; `tell` is told of each, with its number, as it ends.
+
+    Where prompts fail, the error of the first of them is raised when the others have ended.
+    """
     given: dict[str, Any] = {"return_dict_in_generate": True, "logprobs": 0, **options}
-    found = generate(model, tokenizer, [one.prompt for one in asked], **given)
-    return [one[0] if isinstance(one, list) else one for one in found]
+    seed, prompts = given.pop("seed", None), [one.prompt for one in asked]
+    whole = model.gathered()
+    session = Session(whole, tokenizer, prompts, None, seed, given, gives_layers=True)
+    found: dict[int, Generated] = {}
+    errors: dict[int, Exception] = {}
+    with closing(session.run(prompts)) as running:
+        for number, result, error in running:
+            if error is not None:
+                errors[number] = error
+                continue
+            answer: Any = result[0] if isinstance(result, list) else result
+            found[number] = answer
+            tell(number, answer)
+    if errors:
+        raise errors[min(errors)]
+    return [found[number] for number in range(len(asked))]
+
+
+@final
+class AnswerFile:
+    """Answers of evaluations, a line of JSON for each as it ends, in `answers.jsonl` of a folder.
+
+    A line is written at once or not at all, so that whoever follows the file reads whole ones, and
+    a process that is killed leaves whole ones. FileError where the disk refuses.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / ANSWERS
+        self._own: int | None = None  # where the lines of this object begin
+
+    def begin(self, step: int) -> None:
+        """Drop what another run has written, but up to this step, which a run goes on from."""
+        held = self._path.read_bytes() if self._path.exists() else b""
+        if step:
+            kept = [one for one in held.splitlines(keepends=True) if 0 <= _step_of(one) <= step]
+        else:
+            kept = [b"" if self._own is None else held[self._own :]]
+        if b"".join(kept) != held:
+            write_atomic(self._path, b"".join(kept))
+        self._own = 0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Write one line."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        told = (json.dumps(line, ensure_ascii=False) + "\n").encode()
+        try:
+            with self._path.open("ab", buffering=0) as file:
+                start = file.tell()
+                if self._own is None:
+                    self._own = start
+                if (written := file.write(told)) < len(told):
+                    file.truncate(start)
+                    raise OSError(f"{written} of {len(told)} bytes were taken")
+        except OSError as error:
+            do = "Make room, or choose another output_dir"
+            raise FileError(f"{self._path} could not be written", got=error, do=do) from error
+
+
+def _step_of(line: bytes) -> int:
+    """Return the step of a line of answers, -1 where it is none."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return -1
+
+
+def in_line(asked: AskedRow, answer: Generated, tokenizer: TokenizerLike | None) -> dict[str, Any]:
+    """Return what the file of answers says of one: texts, or ids without a tokenizer."""
+    texts = asked.ids, asked.target
+    prompt, target = texts if tokenizer is None else map(tokenizer.decode, texts)
+    return {
+        "prompt": prompt,
+        "answer": list(answer.tokens) if tokenizer is None else answer.text,
+        "target": target,
+        "finish_reason": answer.finish_reason.kind,
+    }
 
 
 def warn_of_cut(answers: Sequence[Generated]) -> None:

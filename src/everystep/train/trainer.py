@@ -30,6 +30,7 @@ from everystep.api.quantize import export_gguf
 from everystep.api.saving import WeightsPart, begun_folder, save_part
 from everystep.config.kinds import is_number
 from everystep.draws import seed_of
+from everystep.drivers.generated import Generated
 from everystep.errors import (
     AbsentAttributeError,
     FormatError,
@@ -72,11 +73,13 @@ from everystep.train.collators import DataCollatorForSeq2Seq, default_data_colla
 from everystep.train.data_files import DataLike
 from everystep.train.estimate import MemoryEstimate, estimated, kept_bytes
 from everystep.train.evaluation import (
+    AnswerFile,
     EvalPrediction,
     PredictionOutput,
     answers_of,
     as_json,
     asked_of,
+    in_line,
     of_json,
     predicted,
     stacked,
@@ -161,12 +164,14 @@ class Trainer:
     module of transformers or PEFT. `train_dataset`, `eval_dataset`: examples as `read_rows` takes
     them, or a mapping of names to such for several evaluations; `form` says how they become rows.
     `peft_config`: a `LoraConfig` or `LoHaConfig`; a new adapter is trained then, and the weights
-    stay as they are stored. `compute_loss`, `compute_loss_func`: losses of your own, of a batch or
-    of outputs and labels. `compute_metrics`: from an `EvalPrediction` to numbers by name, which
-    holds what `preprocess_logits_for_metrics` makes of the logits and labels of a batch, if given.
-    `optimizers`: an optimizer and a schedule of your own, or None for those of the arguments.
-    `sample_prompts`: texts or conversations; what the model writes after each, greedily and at most
-    64 tokens, is shown at each evaluation, written to `samples.jsonl` and kept in `samples`.
+    stay as they are stored. `adapter_name`: its name, "default" without one; without `peft_config`
+    that of an adapter that the model has, which goes on learning. `compute_loss`,
+    `compute_loss_func`: losses of your own, of a batch or of outputs and labels. `compute_metrics`:
+    from an `EvalPrediction` to numbers by name, which holds what `preprocess_logits_for_metrics`
+    makes of the logits and labels of a batch, if given. `optimizers`: an optimizer and a schedule
+    of your own, or None for those of the arguments. `sample_prompts`: texts or conversations; what
+    the model writes after each, greedily and at most 64 tokens, is shown at each evaluation,
+    written to `samples.jsonl` and kept in `samples`.
 
     The first thing that `train` does is to look at the data; see `check`.
 
@@ -185,6 +190,7 @@ class Trainer:
         processing_class: TokenizerLike | None = None,
         *,
         peft_config: AdapterConfig | None = None,
+        adapter_name: str | None = None,
         form: DataForm = DEFAULT_FORM,
         compute_loss: ComputeLoss | None = None,
         compute_loss_func: Callable[..., Tensor] | None = None,
@@ -222,7 +228,9 @@ class Trainer:
         if self.args.eval_strategy != "no" and not self._eval_rows:
             do = "Pass eval_dataset, or eval_strategy='no'"
             raise RequestError("there is nothing to evaluate", wanted="eval_dataset", do=do)
-        self.weights: TrainedWeights = trained_weights(self.model, peft_config, self.args.trainable)
+        self.weights: TrainedWeights = trained_weights(
+            self.model, peft_config, self.args.trainable, adapter_name
+        )
         self._ranks = Ranks.met(self.args.ddp_timeout)
         if self.args.recomputes:
             self.model.gradient_checkpointing_enable()
@@ -245,6 +253,7 @@ class Trainer:
         files = [LogFile, SampleFile] if self._sample_prompts else [LogFile]
         told = [*files, *boards, *shows] if self._ranks.is_first else []
         self._callbacks = Callbacks([DefaultFlow, *callbacks, *told])
+        self._answers = AnswerFile(self.args.folder)
         self._sums, self._place = _Sums(), _Place(0, 0)
         self._norm, self._rate = 0.0, 0.0
         self._multiplied = _multiplied(self.model)
@@ -443,6 +452,8 @@ class Trainer:
         self._require_alike(rows)
         if start is not None:
             self._go_on_from(start, plan)
+        if self._ranks.is_first:
+            self._answers.begin(self.state.global_step)
         began, first = time.monotonic(), self.state.global_step
         seen = self.state.num_input_tokens_seen
         self.control.should_training_stop = False
@@ -1031,7 +1042,7 @@ class Trainer:
             if wants_logits:
                 seen = EvalPrediction(stacked(logits), stacked(labels))
             elif generates:
-                seen = self._generated(rows)
+                seen = self._generated(rows, prefix)
         finally:
             self.weights.train(training)
         metrics = {f"{prefix}_loss": loss}
@@ -1111,7 +1122,7 @@ class Trainer:
         found: Tensor = outputs.logits
         return found
 
-    def _generated(self, rows: TrainingRows) -> EvalPrediction:
+    def _generated(self, rows: TrainingRows, prefix: str) -> EvalPrediction:
         source = self.model.is_encoder_decoder
         asked = []
         for number, row in enumerate(rows):
@@ -1127,11 +1138,23 @@ class Trainer:
         # Each prompt's own, whichever process it comes to.
         options["seed"] = [seed_of(args.seed, one) for one in places]
         own = [asked[one] for one in places]
-        answers = answers_of(model, self.processing_class, own, options) if own else []
+
+        def tell(number: int, answer: Generated) -> None:
+            """Write an answer to an example down, where this process does."""
+            if self._ranks.is_first:
+                place = {"step": self.state.global_step, "evaluation": prefix, "example": number}
+                self._answers.add(place | in_line(asked[number], answer, self.processing_class))
+
+        def ended(number: int, answer: Generated) -> None:
+            tell(places[number], answer)
+
+        answers = answers_of(model, self.processing_class, own, options, ended) if own else []
         if self._ranks.count > 1:
             each = self._ranks.told([as_json(one) for one in answers])
             told = (each[one % len(each)][one // len(each)] for one in range(len(asked)))
             answers = [of_json(one) for one in told]
+            for number in sorted({*range(len(asked))} - {*places}):
+                tell(number, answers[number])
         if self._ranks.is_first:
             warn_of_cut(answers)
         return predicted(asked, answers, self.processing_class)

@@ -120,13 +120,13 @@ class OwnWeights(TrainedWeights):
 
 @final
 class AdapterWeights(TrainedWeights):
-    """A new adapter of a model of this library, whose own weights stay as they are stored."""
+    """An adapter of a model of this library, whose own weights stay as they are stored."""
 
     is_beside = True
 
-    def __init__(self, model: LanguageModel, config: AdapterConfig, name: str) -> None:
+    def __init__(self, model: LanguageModel, adapter: PeftAdapter, name: str) -> None:
         self.model, self.name = model, name
-        self.adapter: PeftAdapter = model.add_adapter(name, config)
+        self.adapter = adapter.requires_grad_()
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
@@ -220,20 +220,39 @@ def trained_weights(
     model: LanguageModel,
     peft_config: AdapterConfig | None,
     patterns: Sequence[str] | None,
-    name: str = "default",
+    name: str | None = None,
 ) -> TrainedWeights:
-    """Return what a run trains: a new adapter where there is a configuration of one."""
-    if peft_config is None:
+    """Return what a run trains: a new adapter where there is a configuration of one, one that the
+    model has where there is its name alone."""
+    if peft_config is None and name is None:
+        if patterns is None:
+            _require_no_learner(model)
         return (OwnWeights if model.module is None else ModuleWeights)(model, patterns)
     if model.module is not None:
         raise UnsupportedError(
-            "a new adapter of a wrapped model is made by its own library",
+            "an adapter of a wrapped model is made, and chosen, by its own library",
             do="Pass a PEFT model, wrapped, or load the model with everystep.load_model",
         )
     if patterns is not None:
         do = "Leave trainable out: target_modules of the adapter say what is trained"
         raise RequestError("an adapter is trained, and weights stay as they are", do=do)
-    return AdapterWeights(model, peft_config, name)
+    if name is None:
+        name = "default"
+    own = model.adapter(name) if peft_config is None else model.add_adapter(name, peft_config)
+    return AdapterWeights(model, own, name)
+
+
+def _require_no_learner(model: LanguageModel) -> None:
+    """Refuse a model with an adapter that learns, of which nobody says whether it is trained."""
+    held = () if model.module is not None else model.adapters
+    learner = next((one for one in held if model.adapter(one).learns), None)
+    if learner is not None:
+        raise RequestError(
+            "the model has an adapter that learns, and nothing says whether that is trained",
+            wanted=f"adapter_name={learner!r}, or trainable for weights of the model",
+            got="neither",
+            do=f"Pass adapter_name={learner!r}; or trainable=['.'] for every weight",
+        )
 
 
 def name_without_numbers(tensors: Mapping[str, Tensor]) -> str | None:

@@ -276,7 +276,7 @@ def _asking_beyond(model: Model) -> Work:
     return replace(work, extras={0: Extra(adapters=(("t", 1.0),), resolved=(turns,))})
 
 
-NATIVE = {"LORA", "ADALORA", "VERA", "LOHA"}
+NATIVE = {"LORA", "ADALORA", "VERA", "LOHA", "SHIRA"}
 
 
 @pytest.mark.parametrize("name", MADE)

@@ -114,6 +114,6 @@ def _has_no_parts(change: AdapterChange) -> UnsupportedError:
     what = "DoRA" if isinstance(change, Magnitude) else type(change).__name__
     return UnsupportedError(
         f"an adapter of this kind has no parts for several processes: {what}",
-        wanted="LoRA, LoHa, IA3 or steering",
+        wanted="LoRA, LoHa, SHiRA, IA3 or steering",
         do="Load the model without parallel, or merge the adapter into a folder that you load",
     )

@@ -273,8 +273,7 @@ class LanguageModel(LoopMethods, Subject):
     def adapter(self, name: str) -> PeftAdapter:
         """Return the adapter of this name, as `load_adapter` and `add_adapter` do.
 
-        Its `tensors` and `parameters()` are those of its folder. Raises RequestError where there is
-        none, UnsupportedError for a wrapped model.
+        RequestError where there is none, UnsupportedError for a wrapped model.
         """
         return self._held.adapter(name)
 

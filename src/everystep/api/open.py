@@ -73,6 +73,5 @@ def resume(
         >>> es.resume(folder / "run.es", model, tokenizer).result() == run.result()
         True
     """
-    file = as_path(path)  # first, as whoever passes the model first means this argument
-    model = paired(model, tokenizer)
+    file, model = as_path(path), paired(model, tokenizer)  # what is wrong with the path comes first
     return Run.restored(model, tokenizer, read_run(file, model, tokenizer, again))

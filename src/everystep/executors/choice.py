@@ -47,7 +47,8 @@ def open_executor(
             got=f"cache_dtype={cache_dtype!r} and a quantised cache",
             do="Load the model without cache_dtype, or leave the quantised cache out",
         )
-    reasons = _reasons(model, needs)
+    missing = sorted(needs - abilities_of(model.network))
+    reasons = [*obstacles(model), *(f"it has no {need}" for need in missing)]
     if quantization is not None:
         reasons.append("its rows are in full precision")
     if name == "torch" or (name == "auto" and reasons):
@@ -59,12 +60,6 @@ def open_executor(
             do="Load the model with executor='auto' or 'torch'",
         )
     return NativeExecutor(model, cache_dtype)
-
-
-def _reasons(model: Model, needs: Set[str]) -> list[str]:
-    """Return why the native executor cannot run requests with these needs."""
-    missing = sorted(needs - abilities_of(model.network))
-    return [*obstacles(model), *(f"it has no {need}" for need in missing)]
 
 
 def encoder_of(model: Model, name: str = "auto") -> Encode | None:
@@ -111,5 +106,6 @@ def chosen(model: Model, name: ExecutorName = "auto", needs: Set[str] = frozense
     (INSTRUCTION SET)", or "torch (WHY)"."""
     if name == "torch":
         return "torch (asked for)"
-    reasons = _reasons(model, needs)
+    missing = sorted(needs - abilities_of(model.network))
+    reasons = [*obstacles(model), *(f"it has no {need}" for need in missing)]
     return f"torch ({reasons[0]})" if reasons else f"native ({status().instructions})"

@@ -77,10 +77,9 @@ class RunState:
     trail: Trail
     group: bytes
 
-    def recorded(self, record: object) -> RunState:
+    def recorded(self, to: object) -> RunState:
         """Return a run whose further steps are written to a record."""
-        rules = [(at, replace(one, options={**one.options, "record": record}))
-                 for at, one in self.rules]  # fmt: skip
+        rules = [(n, replace(one, options={**one.options, "record": to})) for n, one in self.rules]
         return replace(self, rules=rules)
 
 

@@ -50,12 +50,15 @@ def cost(rows: int, new: int, turns: int, folder: Path) -> dict[str, Any]:
         "without": {},
         "plain": {"record": folder / "a.jsonl"},
         "compressed": {"record": folder / "a.jsonl.gz"},
-        "without stages": {"record": RecordWriter(folder / "b.jsonl", stages=False)},
+        "without stages": {"record": folder / "b.jsonl.gz"},
     }
 
     def call(way: str) -> tuple[float, float]:
         begin, spent = time.perf_counter(), time.process_time()
-        es.generate(model, tokenizer, prompts, **given, **ways[way])
+        record = ways[way].get("record")
+        if way == "without stages":
+            record = RecordWriter(record, stages=False)
+        es.generate(model, tokenizer, prompts, **given, record=record)
         taken = time.perf_counter() - begin, time.process_time() - spent
         return taken[0] / new * 1e3, taken[1] / new * 1e3
 
@@ -72,8 +75,7 @@ def cost(rows: int, new: int, turns: int, folder: Path) -> dict[str, Any]:
             "ratio": round(statistics.median(ratios[0]), 3),
             "processor ratio": round(statistics.median(ratios[1]), 3),
         }
-        if (record := ways[way].get("record")) is not None:
-            file = record.path if isinstance(record, RecordWriter) else record
+        if file := ways[way].get("record"):
             found[way]["bytes"] = round(file.stat().st_size / rows / new)
     return found
 

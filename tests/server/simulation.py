@@ -480,7 +480,8 @@ class World:
         """Refuse an error that nothing has caused."""
         text = error["message"]
         timed = "timeout" in client.body
-        died = sum(client.began <= at <= client.ended + 0.3 for at in self.kills)
+        # Who asks before a death is noticed has asked the engine that died.
+        died = sum(client.began - 0.05 <= at <= client.ended + 0.3 for at in self.kills)
         if status == 503 and error["code"] == "engine_starting":
             due = any(since <= client.ended and client.began <= at for since, at in self.downs)
             due |= self._during(self.jumps, client)

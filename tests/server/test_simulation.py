@@ -68,6 +68,13 @@ def test_a_million_requests(part: int) -> None:
     assert sum(fates[one] for one in fates if not one.startswith("/")) == 10_000
 
 
+@pytest.mark.parametrize("seed", [1014, 1033, 1105, 2138])
+def test_worlds_in_which_something_was_wrong_once(seed: int) -> None:
+    """Told of an end by a fault and asked again after a death; asked just before a death was
+    noticed; left before what it asked of a run had begun."""
+    World(seed, REQUESTS).run()
+
+
 def test_a_world_is_replayed_from_its_seed() -> None:
     worlds = [World(seed, 150) for seed in (5, 5, 6)]
     for one in worlds:

@@ -218,6 +218,8 @@ class HeldScores:
             alike = self.undecided == other.undecided
             if alike and self._listed[number] == other._listed[theirs]:
                 return True
+        if self.possible(number) != other.possible(theirs):  # lists need not be whole for that
+            return False
         one, two = self.row(number), other.row(theirs)
         return np.array_equal(one, two) or np.array_equal(one, two, equal_nan=True)
 

@@ -376,9 +376,10 @@ class ChosenRows:
         """Return what is recorded of a row."""
         held, scored, number = self.held.scores, self.held.scored, row.number
         before, after = held(scored.given), held(scored.offered)
+        first = before.summary(number)  # first, as it tells how many are possible
         stages = self._stages(row)
         ids = self._candidates(row, stages)
-        first, last = before.summary(number), after.summary(number)
+        last = after.summary(number)
         found: dict[str, object] = {
             "of": row.of,
             "at": row.at,

@@ -308,8 +308,8 @@ class Front:
                 watch.note(number, message)
                 if isinstance(message, Failed):
                     raise self.failure(message, wanted)
-                if isinstance(message, RowNews) and message.kind in ("error", "cancelled"):
-                    continue  # `Failed` says it next
+                if isinstance(message, RowNews) and message.fails:
+                    continue
                 if isinstance(message, RowNews) and message.kind == "time" and message.token < 0:
                     continue  # `Over` says it next, and whether there was a token at all
                 left -= isinstance(message, Over)

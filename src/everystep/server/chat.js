@@ -80,6 +80,7 @@
     const began = performance.now();
     let text = "", thought = null, whole = false, usage = null, reason = null;
     going = new AbortController();
+    shown.node.classList.add("waiting");
     mark();
     try {
       const headers = { "Content-Type": "application/json" };
@@ -97,6 +98,7 @@
             thought = thought || thoughtOf(shown);
             thought.append(choice.delta.reasoning_content);
           }
+          if (piece || choice.delta.reasoning_content) shown.node.classList.remove("waiting");
           text += piece;
           shown.said.append(piece);
           at("talk").scrollTop = at("talk").scrollHeight;
@@ -108,6 +110,7 @@
       reason = error.name === "AbortError" ? "stopped by you" : "broken off";
     }
     going = null;
+    shown.node.classList.remove("waiting");
     mark();
     if (text === "" && !whole) { // nothing came: the question goes back to where it was written
       const last = turns.pop();
@@ -132,6 +135,12 @@
     event.preventDefault();
     const text = at("text").value;
     if (going !== null || text.trim() === "") return;
+    const wrong = ["temperature", "most", "seed"].map(at).find((one) => !one.checkValidity());
+    if (wrong) {
+      at("settings").open = true; // what is hidden cannot say what is wrong with it
+      wrong.reportValidity();
+      return;
+    }
     at("error").textContent = "";
     at("text").value = "";
     turns.push({ role: "user", content: text });

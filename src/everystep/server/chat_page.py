@@ -45,7 +45,7 @@ _PAGE = f"""<!doctype html>
 <p id="error" role="alert"></p>
 <form id="ask">
 <label for="text">Message</label>
-<textarea id="text" rows="3" required></textarea>
+<textarea id="text" rows="3" required autofocus></textarea>
 <p class="buttons">
 <button id="send">Send</button>
 <button id="stop" type="button" disabled>Stop</button>

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -226,7 +226,7 @@ class EngineHost:
     def _take(self, message: AskMessage) -> None:
         match message:
             case Ask() if message.pictures:
-                self._seen[message.id] = asyncio.create_task(self._see(message))
+                self._begin(self._seen, message.id, self._see(message))
             case Ask():
                 self._submit(message, message.prompt)
             case ScoreAsk():
@@ -236,7 +236,7 @@ class EngineHost:
                 self._left[message.id] = threading.Event()
                 self._loop.run_in_executor(self._hearing, self._hear, message)
             case RunAsk():
-                self._running[message.id] = asyncio.create_task(self._carry_out(message))
+                self._begin(self._running, message.id, self._carry_out(message))
             case Taken():
                 self._make_room(message)
             case Leave():
@@ -249,6 +249,14 @@ class EngineHost:
                     under.one.leave()
             case _:
                 assert_never(message)
+
+    def _begin(
+        self, tasks: dict[int, asyncio.Task[None]], id: int, work: Coroutine[Any, Any, None]
+    ) -> None:
+        """Begin what an ask wants, and forget the task when it is over: one that is cancelled
+        before it has begun runs no line of its own."""
+        task = tasks[id] = asyncio.create_task(work)
+        task.add_done_callback(lambda _: tasks.pop(id, None))
 
     def _make_room(self, message: Taken) -> None:
         """Go on telling a reader who has taken what he was told."""
@@ -267,8 +275,6 @@ class EngineHost:
         except Exception as error:
             self._send(failed(ask.id, error))
             return
-        finally:
-            self._seen.pop(ask.id, None)
         self._submit(ask, {"input_ids": ask.prompt, **found})
 
     def _submit(self, ask: Ask, prompt: PromptLike) -> None:
@@ -350,7 +356,6 @@ class EngineHost:
         except Exception as error:
             self._send(failed(ask.id, error))
         finally:
-            self._running.pop(ask.id, None)
             self._rooms.pop(ask.id, None)
 
     # --- out --------------------------------------------------------------------------------------

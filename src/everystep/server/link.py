@@ -232,7 +232,7 @@ class Asking:
 
     def is_new(self, message: News) -> bool:
         """Count a message; return False where an earlier engine's was the same."""
-        if isinstance(message, RowNews):
+        if isinstance(message, RowNews) and not message.fails:
             self.seen[message.index] += 1
             if self.seen[message.index] <= self.told[message.index]:
                 return False

@@ -215,6 +215,11 @@ class RowNews(msgspec.Struct, frozen=True, array_like=True):
     kind: str | None = None
     matched: str | int | None = None
 
+    @property
+    def fails(self) -> bool:
+        """True if no reader gets it, as `Failed` says it next."""
+        return self.kind in ("error", "cancelled")
+
 
 class Tokens(msgspec.Struct, tag=True, frozen=True):
     """All that the last steps settled."""

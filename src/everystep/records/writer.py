@@ -39,8 +39,8 @@ class RecordWriter:
     read by itself. Where the file cannot be written, a warning says so once, and the record stops:
     the generation goes on. `redacted`: texts are left out before a line reaches the file, as by
     `redact_record`. `stages`: whether each choice has the scores that every processor left;
-    without, it has logits and the scores that all of them left together, and costs less. `known`:
-    ids that it spells.
+    without, it has logits and the scores that all of them left together. `known`: ids that it
+    spells.
     """
 
     def __init__(

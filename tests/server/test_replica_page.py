@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.inspector.browser import Browser, chromium
+from tests.inspector.browser import Browser, needs_chromium
 from tests.server.serving import Served, served
 from tests.server.test_fan import FanMooring, MortalReplicas, told
 
-pytestmark = pytest.mark.skipif(chromium() is None, reason="chromium is not installed")
+pytestmark = needs_chromium
 READY = "document.querySelectorAll('#models tr').length > 0"
 ROWS = "document.querySelectorAll('#states tr').length"
 

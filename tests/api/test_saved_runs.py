@@ -171,6 +171,49 @@ def test_a_run_that_ended_is_resumed_ended(model: LanguageModel, tmp_path: Path)
     assert spelled(again.result()) == spelled(run.result())
 
 
+def failed(run: es.Run) -> Exception:
+    with pytest.raises(EverystepError) as found:
+        run.result()
+    return found.value
+
+
+def test_a_run_that_failed_is_resumed_failed(model: LanguageModel, tmp_path: Path) -> None:
+    run = es.open(model, TOKENIZER, "a", regex="ab", **PLAIN)
+    run.send("z")
+    wanted = failed(run)
+    run.save(tmp_path / "run")
+    again = es.resume(tmp_path / "run", model, TOKENIZER)
+    assert again.done and run.done
+    assert type(failed(again)) is type(wanted) and str(failed(again)) == str(wanted)
+    again.save(tmp_path / "run")
+    third = es.resume(tmp_path / "run", model, TOKENIZER)
+    assert str(failed(third)) == str(wanted)
+    for one in (run, third):
+        one.rewind(1)
+    assert spelled(third.result()) == spelled(run.result())
+
+
+def third_is_odd(input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+    return torch.tensor([len(row) > 3 and bool(row[3] % 2) for row in input_ids])
+
+
+@pytest.mark.parametrize("mode", [{"num_return_sequences": 4}, {"num_beams": 4}])
+def test_a_criterion_that_ended_a_sequence_is_what_the_call_passes(
+    mode: dict[str, Any], model: LanguageModel, tmp_path: Path
+) -> None:
+    ways = {"stopping_criteria": [third_is_odd]}
+    given = {**PLAIN, "do_sample": True, "seed": 3, **mode}
+    run = es.open(model, TOKENIZER, [5, 6], **given, **ways)
+    for _ in range(8):
+        run.save(tmp_path / "run")
+        again = es.resume(tmp_path / "run", model, TOKENIZER, **ways)
+        assert spelled(again.fork().result()) == spelled(run.fork().result())
+        next(run, None)
+    reasons = [one.finish_reason for one in np.atleast_1d(again.result())]
+    assert reasons == [one.finish_reason for one in np.atleast_1d(run.result())]
+    assert any(one.matched is third_is_odd for one in reasons)
+
+
 def never_even(input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
     scores = scores.clone()
     scores[:, ::2] = -torch.inf

@@ -242,17 +242,19 @@ async def visit(world: World, client: Client) -> None:
         return
     client.began = world.loop.time()
     await ask(world, client)
-    begun = dict(client.told_json()) if client.is_right else {}
-    for verb, body in (("step", {"steps": 2}), ("result", {})):
+    known = [client.told_json()["id"]] if client.is_right else []
+    for verb, body in (("step", {"steps": 2}), ("fork", {}), ("result", {})):
         if not client.is_right or client.left:
             break
         client.restart(body)
-        await ask(world, client, f"{RUNS}/{begun['id']}/{verb}")
-    if begun:  # whatever became of it: nobody leaves a run open
+        await ask(world, client, f"{RUNS}/{known[0]}/{verb}")
+        if verb == "fork" and client.is_right:
+            known.append(client.told_json()["id"])
+    for id in known:  # whatever became of them: nobody leaves a run open
         last = replace(client, body={}, leaves_at=None, leaves_after=None, left=False, pause=0.0)
         last.restart({})
         with suppress(Wrong):
-            await ask(world, last, f"{RUNS}/{begun['id']}", "DELETE")
+            await ask(world, last, f"{RUNS}/{id}", "DELETE")
 
 
 async def ask(world: World, client: Client, path: str | None = None, method: str = "POST") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -20,12 +21,14 @@ from everystep.server.line import WaitingLine
 from everystep.server.link import Asking, EngineLink
 from everystep.server.messages import Leave, RowNews
 from everystep.server.quotas import QuotaBook
+from tests.server import simulation
 from tests.server.simulation import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
     RUNS,
     SCORE,
+    Client,
     World,
     Wrong,
 )
@@ -68,11 +71,35 @@ def test_a_million_requests(part: int) -> None:
     assert sum(fates[one] for one in fates if not one.startswith("/")) == 10_000
 
 
-@pytest.mark.parametrize("seed", [1014, 1033, 1105, 2138])
+@pytest.mark.parametrize("seed", [1014, 1033, 1105, 1590, 2138])
 def test_worlds_in_which_something_was_wrong_once(seed: int) -> None:
     """Told of an end by a fault and asked again after a death; asked just before a death was
     noticed; left before what it asked of a run had begun."""
     World(seed, REQUESTS).run()
+
+
+def test_a_fork_that_nobody_waits_for_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, left = simulation.ask, []
+
+    async def hasty(
+        world: World, client: Client, path: str | None = None, method: str = "POST"
+    ) -> None:
+        if path is not None and path.endswith("/fork"):
+            client.leaves_after = world.chance.random() * 0.02
+        await ask(world, client, path, method)
+        left.append(client.left and path is not None and path.endswith("/fork"))
+
+    def opened(chance: Random, shelf: int, number: int, keys: list[str]) -> Client:
+        runs = [one for one in simulation.questions(shelf) if one.path == RUNS]
+        one = chance.choice(runs)
+        key = chance.choice(keys) if keys else None
+        return Client(number, one, {**one.body}, key, None, None, 0.0, 0.0, 1)
+
+    monkeypatch.setattr(simulation, "ask", hasty)
+    monkeypatch.setattr(simulation, "drawn", opened)
+    for seed in (7, 8):
+        World(seed, 100).run()
+    assert sum(left) > 20
 
 
 def test_a_world_is_replayed_from_its_seed() -> None:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -70,6 +71,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(_Selector(clock))
         self.clock, self.chance = clock, chance
         self.defects: list[str] = []
+        self._free: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # when each has no work
         self.set_exception_handler(self._note)
 
     def _note(self, _: Any, context: dict[str, Any]) -> None:
@@ -89,7 +91,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(
         self, executor: Any, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
+        """Do it later. An executor has one thread: what it is given second begins when the first
+        has ended, and what is cancelled before it has begun is left out."""
         future: asyncio.Future[Any] = self.create_future()
+        begins = (
+            self.time() if executor is None else max(self.time(), self._free.get(executor, 0.0))
+        )
+        ends = begins + self.chance.random() * 0.01
+        if executor is not None:
+            self._free[executor] = ends
+
+        def begin() -> None:
+            if not future.cancelled():
+                self.call_at(ends, work)
 
         def work() -> None:
             try:
@@ -101,7 +115,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 if not future.done():
                     future.set_result(result)
 
-        self.call_later(self.chance.random() * 0.01, work)
+        self.call_at(begins, begin)
         return future
 
     async def create_connection(  # type: ignore[override]

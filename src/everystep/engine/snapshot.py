@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence as Items
-from typing import Any, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 import numpy as np
 from torch import Tensor
 
+from everystep import errors
 from everystep.engine.logprobs import Likelihood, last_choices
-from everystep.errors import FormatError, RequestError
+from everystep.errors import NOBODYS, EverystepError, FormatError, RequestError
+from everystep.stops.ends import UserStop
 from everystep.strategies.base import may_know
 from everystep.types import (
     Companion,
@@ -28,12 +30,76 @@ from everystep.types import (
     TokenTable,
     values_of,
 )
-from everystep.types.stored import fits, fits_memo, from_bytes, to_bytes
+from everystep.types.stored import fits, fits_memo, from_bytes, stored, to_bytes
 
 _VERSION = 2
 _OF_GROUP = ("done", "state", "prompt_known", "opened", "settled", "reported")
 _MOST = 2**31
 _OF_SEQUENCE = ("score", "lineage", "index", "provisional", "finish")
+
+
+@stored("failure")
+class SavedFailure(NamedTuple):
+    """An error behind an end: its class in our tree, and its text."""
+
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> SavedFailure:
+        """Return an error as it is written; one that is not ours begins with its class."""
+        text = (
+            str(error) if isinstance(error, EverystepError) else f"{type(error).__name__}: {error}"
+        )
+        known = (
+            one.__name__ for one in type(error).__mro__ if vars(errors).get(one.__name__) is one
+        )
+        return cls(next(known, EverystepError.__name__), text)
+
+    def error(self) -> EverystepError:
+        """Return the error again, without what had caused it."""
+        kind = vars(errors)[self.kind]
+        ours = isinstance(kind, type) and issubclass(kind, EverystepError)
+        if not ours or issubclass(kind, NOBODYS):
+            raise LookupError(self.kind)
+        return kind(self.text)
+
+
+@stored("criterion")
+class SavedCriterion(NamedTuple):
+    """A criterion of the caller's behind an end, by its place among the stops of the request."""
+
+    place: int
+
+
+@dataclasses.dataclass
+class _Causes:
+    """What stands in bytes for the errors and criteria behind the ends of a request.
+
+    `strays`: places of criteria that were read and that the request does not have.
+    """
+
+    request: Request
+    strays: list[int] = dataclasses.field(default_factory=list)
+
+    def written(self, value: object) -> object:
+        """Return what is written in place of a value; None where nothing is."""
+        if isinstance(value, Exception):
+            return SavedFailure.of(value)
+        stops = enumerate(self.request.stops)
+        places = (i for i, one in stops if isinstance(one, UserStop) and one.call is value)
+        return next(map(SavedCriterion, places), None)
+
+    def read(self, value: object) -> object:
+        """Return a value as it was before it was written."""
+        if isinstance(value, SavedFailure):
+            return value.error()
+        if isinstance(value, SavedCriterion):
+            own = dict(enumerate(self.request.stops)).get(value.place)
+            if isinstance(own, UserStop):
+                return own.call
+            self.strays.append(value.place)
+        return value
 
 
 class SavedSequence(TypedDict):
@@ -75,13 +141,14 @@ def written(group: Group, table: np.ndarray) -> bytes:
         {"memo": values_of(s.memo), **{name: getattr(s, name) for name in _OF_SEQUENCE}}
         for s in group.live
     ]
-    return to_bytes(saved)
+    return to_bytes(saved, _Causes(group.request).written)
 
 
 def read(data: bytes, request: Request, vocabulary: int) -> SavedGroup:
     """Read what was written of a group with this request; RequestError if it was another request,
     FormatError for anything that no group can have known."""
-    saved = from_bytes(data)
+    causes = _Causes(request)
+    saved = from_bytes(data, causes.read)
     same = isinstance(saved, dict) and saved.get("version") == _VERSION
     if not same or saved.get("fingerprint") != fingerprint(request):
         raise RequestError(
@@ -89,7 +156,8 @@ def read(data: bytes, request: Request, vocabulary: int) -> SavedGroup:
             wanted="the same prompt, strategy, draws, lengths and kinds of processors",
             do="Make the request again as it was made when it was saved",
         )
-    if not fits(saved, SavedGroup) or not _possible(saved, request, vocabulary):
+    fitting = fits(saved, SavedGroup) and _possible(saved, request, vocabulary)
+    if not fitting or causes.strays:
         raise FormatError("a saved generation is damaged", got="what no generation can know")
     return cast(SavedGroup, saved)
 

@@ -382,13 +382,17 @@ class Run:
                     self._memos[len(self.tokens)] = known_of(self._group)
                 self._deliver(sight)
                 self._hands.catch_up()
-            if self._group.error is not None:
+            if self._group.error is not None and not self._ready:
                 raise self._group.error
 
     def _deliver(self, sight: Sight | None) -> None:
-        """Make a step of what was reported of the run."""
+        """Make a step of what was reported of the run; a failure without tokens is told by its
+        error alone."""
         group = self._group
         mail = self._hands.mail(group)
+        if group.error is not None and all(event.token < 0 for event in mail):
+            mail.clear()
+            return
         beams: tuple[LiveBeam, ...] = ()
         after = self._wording.copy()
         events = tuple(map(after, mail))

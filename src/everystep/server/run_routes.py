@@ -125,10 +125,9 @@ class RunRoutes:
             over = await self._ask(one.to.model, name, verb, given, data)
         except BaseException:
             self.runs.drop(one)
-            if verb != "fork":
-                ending = asyncio.get_running_loop().create_task(self._end(one))
-                self._ending.add(ending)  # or it might be collected before it has run
-                ending.add_done_callback(self._ending.discard)
+            ending = asyncio.get_running_loop().create_task(self._end(one))
+            self._ending.add(ending)  # or it might be collected before it has run
+            ending.add_done_callback(self._ending.discard)
             raise
         self.runs.free(one)
         return _shown(one, over.body)

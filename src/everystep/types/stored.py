@@ -71,21 +71,27 @@ def remembered(key: str, annotation: Any) -> str:
     return key
 
 
-def to_bytes(value: Any) -> bytes:
-    """Return the value as bytes; raise RequestError for anything that cannot be written."""
+def to_bytes(value: Any, instead: Callable[[Any], Any] = lambda value: None) -> bytes:
+    """Return the value as bytes; raise RequestError for anything that cannot be written.
+
+    `instead` returns what is written in place of a part that cannot be, or None.
+    """
     arrays: list[np.ndarray] = []
-    form = json.dumps(_form(value, arrays), separators=(",", ":")).encode()
+    form = json.dumps(_form(value, arrays, instead), separators=(",", ":")).encode()
     parts = [len(form).to_bytes(8, "little"), form, *(array.tobytes() for array in arrays)]
     return b"".join(parts)
 
 
-def from_bytes(data: bytes) -> Any:
-    """Return the value that was written; raise FormatError if the bytes are anything else."""
+def from_bytes(data: bytes, again: Callable[[Any], Any] = lambda value: value) -> Any:
+    """Return the value that was written; raise FormatError if the bytes are anything else.
+
+    `again` returns what stands for a value of a registered class, such as what it was written for.
+    """
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > len(data) - 8:
         raise FormatError("these bytes hold no saved generation", got=f"{len(data)} bytes")
     try:
-        return _value(json.loads(data[8 : 8 + size]), memoryview(data)[8 + size :])
+        return _value(json.loads(data[8 : 8 + size]), memoryview(data)[8 + size :], again)
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
         raise FormatError("a saved generation is damaged", got=error) from error
 
@@ -151,7 +157,7 @@ def _hints(kind: type) -> dict[str, Any]:
     return found
 
 
-def _form(value: Any, arrays: list[np.ndarray]) -> Any:
+def _form(value: Any, arrays: list[np.ndarray], instead: Callable[[Any], Any]) -> Any:
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (int, np.integer)):
@@ -161,16 +167,25 @@ def _form(value: Any, arrays: list[np.ndarray]) -> Any:
     if isinstance(value, np.ndarray):
         return _array_form(value, arrays)
     if isinstance(value, Chain):
-        return {"chain": [_form(one, arrays) for one in value.values()]}
+        return {"chain": [_form(one, arrays, instead) for one in value.values()]}
     if type(value) in _NAMES:
         held = value
         if not isinstance(value, tuple):
             held = (getattr(value, f.name) for f in dataclasses.fields(value) if f.init)
-        return {"kind": _NAMES[type(value)], "fields": [_form(one, arrays) for one in held]}
+        return {
+            "kind": _NAMES[type(value)],
+            "fields": [_form(one, arrays, instead) for one in held],
+        }
     if type(value) in (list, tuple, frozenset):
-        return {type(value).__name__: [_form(one, arrays) for one in value]}
+        return {type(value).__name__: [_form(one, arrays, instead) for one in value]}
     if type(value) is dict:
-        return {"dict": [[_form(k, arrays), _form(v, arrays)] for k, v in value.items()]}
+        return {
+            "dict": [
+                [_form(k, arrays, instead), _form(v, arrays, instead)] for k, v in value.items()
+            ]
+        }
+    if (other := instead(value)) is not None:
+        return _form(other, arrays, instead)
     raise RequestError(
         f"a value of type {type(value).__name__} cannot be saved with a generation",
         wanted="plain values, arrays, or a class registered with everystep.types.stored",
@@ -186,19 +201,20 @@ def _array_form(array: np.ndarray, arrays: list[np.ndarray]) -> dict[str, Any]:
     return {"array": [array.dtype.name, list(array.shape), start]}
 
 
-def _value(form: Any, numbers: memoryview) -> Any:
+def _value(form: Any, numbers: memoryview, again: Callable[[Any], Any]) -> Any:
     if not isinstance(form, dict):
         return form
     if "kind" in form:
-        return _registered(form["kind"], [_value(one, numbers) for one in form["fields"]])
+        fields = [_value(one, numbers, again) for one in form["fields"]]
+        return again(_registered(form["kind"], fields))
     ((name, held),) = form.items()
     if name == "float":
         return float.fromhex(held)
     if name == "array":
         return _array(held, numbers)
     if name == "dict":
-        return {_value(k, numbers): _value(v, numbers) for k, v in held}
-    values = [_value(one, numbers) for one in held]
+        return {_value(k, numbers, again): _value(v, numbers, again) for k, v in held}
+    values = [_value(one, numbers, again) for one in held]
     if name == "chain":
         chain: Chain | None = None
         for one in values:

@@ -149,6 +149,7 @@ def message(what: str, *, wanted: object = None, got: object = None, do: str | N
         text += f"; wanted {_cut(wanted)}"
     if got is not None:
         text += f"; got {_cut(got)}"
+    text = text.removesuffix(".")  # what was got may be another error
     return f"{text}. {_cut(do)}." if do else f"{text}."
 
 

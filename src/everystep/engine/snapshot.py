@@ -74,7 +74,7 @@ class SavedCriterion(NamedTuple):
 
 @dataclasses.dataclass
 class _Causes:
-    """What stands in bytes for the errors and criteria behind the ends of a request.
+    """The errors and criteria behind the ends of a request, and what stands in bytes for them.
 
     `strays`: places of criteria that were read and that the request does not have.
     """

@@ -111,6 +111,9 @@ async def _answered(
         if line.startswith(b"data: [DONE]"):
             await target.finish(reader)
             return answered
+        if line.strip() == b"0" and answered.events:  # the last chunk, of who says no [DONE]
+            await reader.readline()
+            return answered
         if line.startswith(b"data: "):
             _note(answered, line)
         elif line.startswith(b"HTTP/1.1 ") and b" 200 " not in line:

@@ -40,6 +40,7 @@ from parts.servers import OURS, SERVERS, running, seconds_of
 IN_PROCESS = "in process"
 WORDS = ("sun", "sea", "wind", "rain", "moon", "snow", "sand", "tide", "fog", "ice", "hail", "dew")
 WARM_UP = 4
+QUESTION = "The capital of France is"
 
 
 def prompts_of(streams: int, requests: int, round_number: int) -> list[list[str]]:
@@ -104,11 +105,13 @@ def row_of(name: str, streams: int, tokens: int, found: LoadFigures, used: float
 
 @dataclass(frozen=True)
 class Contender:
-    """Somebody who answers: a name, how it is asked, and the number of its process."""
+    """Somebody who answers: a name, how it is asked, the number of its process, and what it says
+    to a question whose answer is known."""
 
     name: str
     target: Target
     pid: int
+    says: str
 
 
 def started(
@@ -116,8 +119,14 @@ def started(
 ) -> tuple[list[Contender], dict[str, str]]:
     """Everybody who can be measured, running until the stack is closed; and why others cannot."""
     wanted, found, absent = args.servers.split(","), list[Contender](), dict[str, str]()
+
+    def join(name: str, target: Target, pid: int) -> None:
+        (answer,) = load(target, [[QUESTION]], 8).answers
+        print(f"{name} says: {answer.text!r}", flush=True)
+        found.append(Contender(name, target, pid, answer.text))
+
     if IN_PROCESS in wanted:
-        found.append(Contender(IN_PROCESS, *stack.enter_context(in_process(models, most, args))))
+        join(IN_PROCESS, *stack.enter_context(in_process(models, most, args)))
     for kind in SERVERS:
         if kind.name not in wanted:
             continue
@@ -125,7 +134,7 @@ def started(
             one = stack.enter_context(running(kind, models, args.threads))
             target = OverHttp(one.port, one.model, kind.asks)
             load(target, prompts_of(1, 1, 10**6), WARM_UP)
-            found.append(Contender(kind.name, target, one.pid))
+            join(kind.name, target, one.pid)
         except (Unavailable, ConnectionError) as cause:
             absent[kind.name] = str(cause)
             print(f"{kind.name}: {cause}", flush=True)
@@ -211,6 +220,7 @@ def main() -> None:
             "http_keeps": shares(rows),
             "heavy": waits,
             "absent": absent,
+            "says": {one.name: one.says for one in everybody},
             "reads": reads,
         },
         versions=versions,

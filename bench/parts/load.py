@@ -20,10 +20,11 @@ _MOST_LINE = 1 << 20
 
 @dataclass
 class Answered:
-    """When a request was sent, and when each event with a token came, in seconds."""
+    """When a request was sent, and when each event with a token came, in seconds; and the text."""
 
     began: float
     events: list[float] = field(default_factory=list)
+    text: str = ""
 
     @property
     def first(self) -> float:
@@ -111,6 +112,9 @@ async def _answered(
         if line.startswith(b"data: [DONE]"):
             await target.finish(reader)
             return answered
+        if line.strip() == b"0" and answered.events:  # the last chunk, of who says no [DONE]
+            await reader.readline()
+            return answered
         if line.startswith(b"data: "):
             _note(answered, line)
         elif line.startswith(b"HTTP/1.1 ") and b" 200 " not in line:
@@ -122,6 +126,7 @@ def _note(answered: Answered, line: bytes) -> None:
     """Note an event; those that only end an answer have no text."""
     event = json.loads(line[6:])
     choices = event.get("choices", [event])
+    answered.text += "".join(one.get("text") or "" for one in choices)
     if choices and not choices[0].get("finish_reason"):
         answered.events.append(time.perf_counter())
 

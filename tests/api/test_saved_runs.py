@@ -171,6 +171,25 @@ def test_a_run_that_ended_is_resumed_ended(model: LanguageModel, tmp_path: Path)
     assert spelled(again.result()) == spelled(run.result())
 
 
+def test_what_was_set_after_the_end_is_in_the_file(model: LanguageModel, tmp_path: Path) -> None:
+    given = {**PLAIN, "eos_token_id": None, "do_sample": True, "seed": 1}
+    for changes in ({"seed": 7}, {"max_new_tokens": 3}, {"top_k": 5, "repetition_penalty": 1.5}):
+        run = es.open(model, TOKENIZER, "a", **given)
+        wanted = run.result()
+        run.set(temperature=0.5)
+        run.set(**changes)
+        run.save(tmp_path / "run")
+        again = es.resume(tmp_path / "run", model, TOKENIZER)
+        assert again.done and spelled(again.result()) == spelled(wanted)
+        again.save(tmp_path / "run")
+        again = es.resume(tmp_path / "run", model, TOKENIZER)
+        for one in (run, again):
+            one.rewind(12)
+            one.set(max_new_tokens=9)
+        assert spelled(again.result()) == spelled(run.result()) != spelled(wanted)
+        assert len(run.tokens) == 9
+
+
 def failed(run: es.Run) -> Exception:
     with pytest.raises(EverystepError) as found:
         run.result()
@@ -267,7 +286,7 @@ def test_a_run_of_another_version_is_refused(model: LanguageModel, tmp_path: Pat
     saved(model, path)
     with pytest.raises(RequestError, match="another version"):
         es.resume(rewritten(path, everystep="99.9"), model, TOKENIZER)
-    for version, told in (("4", "newer"), ("2", "older"), ("", "newer"), ("²", "newer")):
+    for version, told in (("5", "newer"), ("3", "older"), ("", "newer"), ("²", "newer")):
         with pytest.raises(FormatError, match=f"{told} everystep"):
             es.resume(rewritten(path, version=version), model, TOKENIZER)
     with pytest.raises(FormatError, match="checksum"):

@@ -51,6 +51,32 @@ def test_tokens_of_sockets_are_counted(generator: ModuleType) -> None:
     require_counted(found, 3, 5)
 
 
+def test_an_answer_may_end_with_its_last_chunk(generator: ModuleType) -> None:
+    """As those of `transformers serve` do, which say no [DONE]."""
+
+    def answer(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection, connection.makefile("rwb") as file:
+            for _ in range(2):
+                heads = iter(lambda: file.readline().strip(), b"")
+                size = [int(one.split()[-1]) for one in heads if one.startswith(b"Content-Length")]
+                tokens = json.loads(file.read(size[0]))["max_tokens"]
+                file.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+                end = b'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n\n'
+                for event in (*[b'data: {"choices": [{"text": "a"}]}\n\n'] * tokens, end):
+                    file.write(b"%x\r\n%s\r\n" % (len(event), event))
+                file.write(b"0\r\n\r\n")
+                file.flush()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=answer, args=(listening,))
+        thread.start()
+        target = generator.OverHttp(listening.getsockname()[1], "a", {})
+        found = generator.load(target, [["a", "b"]], 5)
+        thread.join(10)
+    require_counted(found, 2, 5)
+
+
 def require_counted(found: Any, answers: int, tokens: int) -> None:
     assert [len(one.events) for one in found.answers] == [tokens] * answers
     assert all(len(one.gaps) == tokens - 1 and min(one.gaps) >= 0 for one in found.answers)

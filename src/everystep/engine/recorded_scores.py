@@ -103,22 +103,14 @@ class HeldScores:
         return row
 
     @cached_property
-    def _ordered(self) -> tuple[list[list[int]], list[list[float]]]:
-        """The tokens and the values of lists, best first, of equals the lowest id first."""
+    def _lists(self) -> list[tuple[list[int], list[float]]]:
+        """The possible tokens that lists name and their values, best first, of equals the lowest id
+        first."""
         values, tokens = self.scores.values.numpy(), self.scores.tokens.numpy()  # type: ignore[union-attr]
         order = np.lexsort((tokens, -values), axis=1)
-        found = np.take_along_axis(tokens, order, 1), np.take_along_axis(values, order, 1)
-        return found[0].tolist(), found[1].astype(np.float64).tolist()
-
-    @cached_property
-    def _listed(self) -> list[dict[int, float]]:
-        """The values of the tokens that lists name, by id."""
-        return [
-            dict(zip(ids, values, strict=True))
-            if values and values[-1] != -math.inf
-            else {id: one for id, one in zip(ids, values, strict=True) if one != -math.inf}
-            for ids, values in zip(*self._ordered, strict=True)
-        ]
+        ids = np.take_along_axis(tokens, order, 1).tolist()
+        own = np.take_along_axis(values, order, 1).astype(np.float64).tolist()
+        return [*map(_possible_of, ids, own)]
 
     @cached_property
     def _rest(self) -> list[float]:
@@ -128,10 +120,10 @@ class HeldScores:
     def best(self, number: int, count: int) -> list[int]:
         """Return the possible ids of the best scores of a row, best first."""
         if self.scores.tokens is not None:
-            line = number
-            own = list(self._listed[line])[:count]
+            ids, values = self._lists[number]
+            own = ids[:count]
             if not self.undecided or (
-                len(own) == count and self._listed[line][own[-1]] >= self._rest[line]
+                len(own) == count and values[count - 1] >= self._rest[number]
             ):
                 return own
         row = self.row(number)
@@ -142,7 +134,10 @@ class HeldScores:
     def values(self, number: int, ids: list[int]) -> list[float]:
         """Return the scores of these ids."""
         if self.scores.tokens is not None:
-            listed = self._listed[number]
+            named, values = self._lists[number]
+            if ids == named[: len(ids)]:
+                return values[: len(ids)]
+            listed = dict(zip(named, values, strict=True))
             if not self.undecided or all(id in listed for id in ids):
                 return [listed.get(id, -math.inf) for id in ids]
         found: list[float] = self.row(number)[ids].tolist()
@@ -151,20 +146,21 @@ class HeldScores:
     def value(self, number: int, id: int) -> float:
         """Return the score of an id."""
         if self.scores.tokens is not None:
-            found = self._listed[number].get(id)
-            if found is not None or not self.undecided:
-                return -math.inf if found is None else found
+            ids, values = self._lists[number]
+            if id in ids:
+                return values[ids.index(id)]
+            if not self.undecided:
+                return -math.inf
         return float(self.row(number)[id])
 
     def rank(self, number: int, id: int, score: float) -> int:
         """Return how many tokens have a higher score than this one has."""
         if self.scores.tokens is not None:
-            listed = self._listed[number]
-            if id in listed and score == score:
-                return self._ordered[1][number].index(score)  # the first of those that equal it
+            ids, values = self._lists[number]
+            if id in ids and score == score:
+                return values.index(score)  # the first of those that equal it
             if not self.undecided:
-                lower = score == -math.inf
-                return len(listed) if lower else sum(one > score for one in listed.values())
+                return len(values) if score == -math.inf else sum(one > score for one in values)
         return int(np.count_nonzero(self.row(number) > score))
 
     def summary(self, number: int) -> Summary:
@@ -180,7 +176,7 @@ class HeldScores:
     def possible(self, number: int) -> int:
         """Return how many tokens are possible in a row."""
         if self.scores.tokens is not None and not self.undecided:
-            return len(self._listed[number])
+            return len(self._lists[number][0])
         if number not in self._possible:
             row = self.row(number)
             self._possible[number] = len(row) - int(np.count_nonzero(row == -np.inf))
@@ -203,10 +199,9 @@ class HeldScores:
         """Return the part of (0, 1) that leads to a token, where shares are in the order of ids."""
         total = self.summary(number).total
         if self.scores.tokens is not None and not self.undecided:
-            listed = self._listed[number]
-            before = [math.exp(one - total) for other, one in listed.items() if other < id]
-            low = math.fsum(before)
-            return low, low + math.exp(listed.get(id, -math.inf) - total)
+            own = [*zip(*self._lists[number], strict=True)]
+            low = math.fsum([math.exp(one - total) for other, one in own if other < id])
+            return low, low + math.exp(self.value(number, id) - total)
         shares = np.exp(self.row(number)[: id + 1].astype(np.float64) - total)
         return float(shares[:-1].sum()), float(shares.sum())
 
@@ -216,12 +211,20 @@ class HeldScores:
             return True
         if self.scores.tokens is not None and other.scores.tokens is not None:
             alike = self.undecided == other.undecided
-            if alike and self._listed[number] == other._listed[theirs]:
+            if alike and self._lists[number] == other._lists[theirs]:
                 return True
         if self.possible(number) != other.possible(theirs):  # lists need not be whole for that
             return False
         one, two = self.row(number), other.row(theirs)
         return np.array_equal(one, two) or np.array_equal(one, two, equal_nan=True)
+
+
+def _possible_of(ids: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+    """Return the tokens of a list that are possible, and their values."""
+    if not values or values[-1] > -math.inf:
+        return ids, values
+    kept = [i for i, one in enumerate(values) if one != -math.inf]
+    return [ids[i] for i in kept], [values[i] for i in kept]
 
 
 def _of_lists(values: np.ndarray) -> list[Summary]:

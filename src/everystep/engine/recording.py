@@ -319,6 +319,8 @@ class HeldOfStep:
 
     def scores(self, scores: Scores) -> HeldScores:
         """Return some scores of the step on the host."""
+        if (known := self._held.get(id(scores))) is not None:
+            return known
         with self._lock:
             if (held := self._held.get(id(scores))) is None:
                 held = self._held[id(scores)] = HeldScores.of(scores)
@@ -424,12 +426,15 @@ class ChosenRows:
 
     def _candidates(self, row: RowSeen, stages: list[StageOfRow]) -> list[int]:
         """Return the best ids before and after every stage, and those of the children."""
-        before, found = self.held.scores(self.held.scored.given), dict[int, None]()
+        before = self.held.scores(self.held.scored.given)
         best = min(candidates_of(self.request), before.scores.vocabulary)
-        for stage in reversed(stages):
-            found |= dict.fromkeys(self.held.scores(stage.scores).best(stage.number, best))
-        found |= dict.fromkeys(before.best(row.number, best))
-        return [*(found | dict.fromkeys(row.tokens))]
+        lists = [self.held.scores(one.scores).best(one.number, best) for one in reversed(stages)]
+        lists += [before.best(row.number, best), row.tokens]
+        found = lists[0]
+        for more in lists[1:]:
+            if more != found and not {*more} <= {*found}:
+                found = [*dict.fromkeys([*found, *more])]
+        return found
 
     def _told(self, number: int, stages: list[StageOfRow], ids: list[int]) -> Iterator[Line]:
         """Yield the stages of a row with the values of its candidates."""

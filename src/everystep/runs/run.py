@@ -71,11 +71,13 @@ class Run:
         hands: Hands,
         group: Group,
         trail: Trail = NO_TRAIL,
+        ahead: Rules | None = None,
     ) -> None:
         self.model, self.tokenizer = model, session.tokenizer
         self._session, self._passed = session, passed
         # From which position on which rules hold; what was known after so many ids.
         self._rules, self._hands, self._group = rules, hands, group
+        self._ahead = ahead  # set since the run ended, for when it goes on
         self._given = frozenset(trail.given)
         self._memos = {n: dict(memo) for n, memo in trail.memos.items()}
         self._ready: deque[Step] = deque()
@@ -97,17 +99,17 @@ class Run:
     @classmethod
     def restored(cls, model: Subject, tokenizer: object, state: RunState) -> Run:
         """Return a run that goes on where another one was saved."""
-        sessions = [(start, asked.session(model, tokenizer)) for start, asked in state.rules]
-        calls = [session.prepared(state.passed, 0) for _, session in sessions]
-        first = Rules.of(state.rules[0][1], calls[0])
-        rules = [(0, first)]
-        for (start, asked), call in zip(state.rules[1:], calls[1:], strict=True):
-            rules.append((start, Rules.of(asked, call, first.first)))
+        sessions = [asked.session(model, tokenizer) for asked in state.asked]
+        calls = [session.prepared(state.passed, 0) for session in sessions]
+        first = Rules.of(state.asked[0], calls[0])
+        later = zip(state.asked[1:], calls[1:], strict=True)
+        all_rules = [first, *(Rules.of(asked, call, first.first) for asked, call in later)]
+        ahead = None if state.ahead is None else all_rules.pop()
+        rules = [*zip((start for start, _ in state.rules), all_rules, strict=True)]
         hands = Hands(model, calls[0])
         request = rules[-1][1].request(model, len(state.trail.given), "0")
         group = hands.restore(request, state.group)
-        session = sessions[-1][1]
-        run = cls(model, session, state.passed, rules, hands, group, state.trail)
+        run = cls(model, sessions[-1], state.passed, rules, hands, group, state.trail, ahead)
         require_possible(state, len(run.tokens), alone=is_one(request))
         rules[-1][1].require_room(model, max(state.trail.given, default=-1) + 1)
         if (recorder := run._recorder) is not None:
@@ -432,7 +434,7 @@ class Run:
 
     def _give(self, position: int, own: list[int], tokens: list[int]) -> None:
         """Go on after these tokens, in which those from this position on were given."""
-        self._rules[-1][1].require_room(self.model, len(tokens))
+        self._newest.require_room(self.model, len(tokens))
         self._reopen(tokens, {*self._given, *range(position, position + len(own))}, position)
 
     def rewind(self, n: int = 1) -> None:
@@ -466,15 +468,15 @@ class Run:
             if more or not over(self._group):
                 self._reopen(tokens, {*self._given}, rules=rules)
             else:
-                self._follow(rules, len(tokens))
+                self._ahead = rules
             if (recorder := self._recorder) is not None:
                 recorder.changed(self._group.request.request_id, len(tokens), changes)
 
     def _changed(self, changes: PromptOptions) -> Rules:
         """Return the rules in force with other values of some keywords."""
-        asked = self._rules[-1][1].asked.changed(changes)
+        asked = self._newest.asked.changed(changes)
         call = asked.session(self.model, self.tokenizer).prepared(self._passed, 0)
-        without = self._rules[-1][1].without
+        without = self._newest.without
         return replace(Rules.of(asked, call, self._rules[0][1].first), without=without)
 
     def without(self, *names: str) -> Run:
@@ -491,7 +493,7 @@ class Run:
                 )
             twin = self.fork()
             try:
-                left_out = replace(twin._rules[-1][1], without=names)
+                left_out = replace(twin._newest, without=names)
                 twin._reopen(tokens, {*self._given}, rules=left_out)
                 if (recorder := twin._recorder) is not None:
                     said = {"without": [*names]}
@@ -548,14 +550,15 @@ class Run:
         happened."""
         with self._hands.lock:
             self._hands.require_between("save")
-            if any(one.without for _, one in self._rules):
+            if self._newest.without or any(one.without for _, one in self._rules):
                 what = "a run that leaves processors out cannot be saved"
                 raise RequestError(what, do="Save the run that it was forked from")
             rules = [(start, one.asked) for start, one in self._rules]
             trail = Trail(self._given, self._memos, self._number, self._shown)
             adapters = without_steering(self._group.request.adapters)
             dumped = self._hands.engine.dump(self._group)
-            state = RunState(self._passed, rules, adapters, trail, dumped)
+            ahead = None if self._ahead is None else self._ahead.asked
+            state = RunState(self._passed, rules, adapters, trail, dumped, ahead)
             write_run(state, self.model, self.tokenizer, as_path(path))
 
     def _whole(self, what: str) -> list[int]:
@@ -586,7 +589,7 @@ class Run:
         rules: Rules | None = None,
     ) -> None:
         """Go on after these tokens, the first `kept` of which are as before."""
-        rules = rules or self._rules[-1][1]
+        rules = rules or self._newest
         kept = min(len(tokens), len(self.tokens)) if kept is None else kept
         if len(tokens) - len(given) >= rules.room:
             raise RequestError(
@@ -617,7 +620,12 @@ class Run:
         earlier = [one for one in self._rules if one[0] < start]
         if not earlier or earlier[-1][1] is not rules:
             earlier.append((start, rules))
-        self._rules = earlier
+        self._rules, self._ahead = earlier, None
+
+    @property
+    def _newest(self) -> Rules:
+        """The rules that the next choice goes by."""
+        return self._ahead or self._rules[-1][1]
 
     def _reword(self) -> None:
         """Let the text follow the ids that stand there now."""

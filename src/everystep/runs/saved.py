@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -40,7 +40,7 @@ from everystep.text.digest import tokenizer_digest
 from everystep.types import nobodys
 from everystep.types.stored import fits, fits_memo, from_bytes, to_bytes
 
-_FORMAT, _VERSION = "everystep.run", 3
+_FORMAT, _VERSION = "everystep.run", 4
 _PROMPT, _ROW = "prompt.", "row."
 """Before the names of tensors of the prompt; the latter where they stood in a list of one row."""
 
@@ -68,7 +68,8 @@ class RunState:
     """Everything of a run that a file has to hold.
 
     `passed`: the prompt, as it was read. `rules`: from which position on which keywords hold.
-    `adapters`: the names of those that it uses. `group`: what the engine dumped.
+    `adapters`: the names of those that it uses. `group`: what the engine dumped. `ahead`: keywords
+    that were set since the run ended, None without any.
     """
 
     passed: PromptValues
@@ -76,24 +77,38 @@ class RunState:
     adapters: tuple[str, ...]
     trail: Trail
     group: bytes
+    ahead: Asked | None = None
+
+    @property
+    def asked(self) -> list[Asked]:
+        """All keywords that hold somewhere, or may."""
+        ahead = [] if self.ahead is None else [self.ahead]
+        return [*(one for _, one in self.rules), *ahead]
 
     def recorded(self, to: object) -> RunState:
         """Return a run whose further steps are written to a record."""
-        rules = [(n, replace(one, options={**one.options, "record": to})) for n, one in self.rules]
-        return replace(self, rules=rules)
+
+        def told(asked: Asked) -> Asked:
+            return replace(asked, options={**asked.options, "record": to})
+
+        rules = [(start, told(asked)) for start, asked in self.rules]
+        ahead = None if self.ahead is None else told(self.ahead)
+        return replace(self, rules=rules, ahead=ahead)
 
 
 def write_run(state: RunState, model: Subject, tokenizer: object, path: Path) -> None:
     """Write the run into the file, whole or not at all; RequestError where it holds what cannot be
     written."""
     rules = [(start, _plain(asked)) for start, asked in state.rules]
-    absent = sorted({name for _, (_, missing, *_) in rules for name in missing})
+    ahead = None if state.ahead is None else _plain(state.ahead)
+    absent = _absent(rules, ahead)
     memos = {  # without likelihoods: the group's own memo has them all
         n: {name: value for name, value in memo.items() if name != "logprobs"}
         for n, memo in state.trail.memos.items()
     }
     stored = {
         "rules": rules,
+        "ahead": ahead,
         "given": sorted(state.trail.given),
         "memos": {n: memo for n, memo in memos.items() if memo or not n},
         "number": state.trail.steps,
@@ -132,11 +147,16 @@ def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
 # --- what is read ---------------------------------------------------------------------------------
 
 
-class Written(TypedDict):
-    """A run as its bytes hold it: `rules` with the keywords that could be written, the names of
-    those that could not, the seed, and how a chat samples if it is one."""
+Plain = tuple[dict[str, Any], list[str], Any, dict[str, Any] | None]
+"""Keywords that could be written, the names of those that could not, the seed, and how a chat
+samples if it is one."""
 
-    rules: list[tuple[int, tuple[dict[str, Any], list[str], Any, dict[str, Any] | None]]]
+
+class Written(TypedDict):
+    """A run as its bytes hold it."""
+
+    rules: list[tuple[int, Plain]]
+    ahead: Plain | None
     given: list[int]
     memos: dict[int, dict[str, Any]]
     number: int
@@ -166,21 +186,19 @@ def read_run(
     adapters = _adapters(file, metadata)
     _check_owner(file, metadata, model, tokenizer, adapters)
     written = _written(file, tensors.pop("state", torch.empty(0)))
-    absent = sorted({name for _, (_, missing, *_) in written["rules"] for name in missing})
+    absent = _absent(written["rules"], written["ahead"])
     if metadata.get("pass_again") != " ".join(absent):
         raise _damaged(file, "pass_again")
     record = again.get("record")
     again = {name: one for name, one in again.items() if name != "record"}
     _check_again(absent, again)
     _check_prefix(written["prefix"], again)
-    rules = []
-    for start, (plain, missing, seed, sampling) in written["rules"]:
-        options = {**_revived(file, plain), **{name: again[name] for name in missing}}
-        rules.append((start, Asked(options, seed, _chat(file, sampling))))
+    rules = [(start, _asked(file, plain, again)) for start, plain in written["rules"]]
+    ahead = None if written["ahead"] is None else _asked(file, written["ahead"], again)
     given, shown_before = frozenset(written["given"]), frozenset(written["shown"])
     trail = Trail(given, written["memos"], written["number"], shown_before)
     group = written["group"].tobytes()
-    read = RunState(_prompt(file, tensors), rules, adapters, trail, group)
+    read = RunState(_prompt(file, tensors), rules, adapters, trail, group, ahead)
     return read if record is None else read.recorded(record)
 
 
@@ -256,6 +274,13 @@ def _written(file: Path, state: Tensor) -> Written:
     return found
 
 
+def _asked(file: Path, written: Plain, again: Mapping[str, object]) -> Asked:
+    """Return keywords as they were passed; `again`: those that could not be written."""
+    plain, missing, seed, sampling = written
+    options = {**_revived(file, plain), **{name: again[name] for name in missing}}
+    return Asked(options, seed, _chat(file, sampling))
+
+
 def _prompt(file: Path, tensors: Mapping[str, Tensor]) -> PromptValues:
     """Return the prompt as it was given."""
     prompt: dict[str, object] = {}
@@ -273,7 +298,7 @@ def require_possible(state: RunState, count: int, *, alone: bool) -> None:
     """Raise FormatError unless a run with so many ids may have come this way; `alone`: it has one
     sequence, so that ids may have been given."""
     places = (*state.trail.given, *(start for start, _ in state.rules), *state.trail.memos)
-    fixed = not state.trail.given and len(state.rules) == 1 and {*state.trail.memos} == {0}
+    fixed = not state.trail.given and len(state.asked) == 1 and {*state.trail.memos} == {0}
     within = all(0 <= one <= count for one in places) and count not in state.trail.given
     if not within or not (alone or fixed):
         raise FormatError("the saved run is damaged", got="positions that it does not have")
@@ -314,9 +339,13 @@ def _check_prefix(written: str | None, again: Mapping[str, object]) -> None:
 # --- what is written ------------------------------------------------------------------------------
 
 
-def _plain(
-    asked: Asked,
-) -> tuple[dict[str, object], list[str], object, dict[str, object] | None]:
+def _absent(rules: Iterable[tuple[int, Plain]], ahead: Plain | None) -> list[str]:
+    """Return the names of keywords that could not be written."""
+    written = [*(one for _, one in rules), *([] if ahead is None else [ahead])]
+    return sorted({name for _, missing, *_ in written for name in missing})
+
+
+def _plain(asked: Asked) -> Plain:
     """Return what can be written of the keywords, the names of the others, the seed, and how a chat
     samples."""
     plain: dict[str, object] = {}

@@ -100,7 +100,7 @@ class HostedRuns:
         model, tokenizer = self._models[name]
         asked = [ask.given.get("keywords") or ask.given.get("changes") or ask.given]
         if ask.verb == "resume":
-            asked = [dict(one.options) for _, one in self._saved(ask).rules]
+            asked = [dict(one.options) for one in self._saved(ask).asked]
         with on_trial(self._trials):
             for keywords in asked:
                 compile_asked(keywords, tokenizer, model.vocab_size)
@@ -246,7 +246,7 @@ def _brings_grammars(ask: RunAsk) -> bool:
 def require_askable(read: RunState) -> None:
     """Raise RequestError unless a saved run asks only for what a request could ask for."""
     known = {one.name: one for one in GENERATE}
-    for _, asked in read.rules:
+    for asked in read.asked:
         for name, value in asked.options.items():
             if name in _BESIDE or value is None:
                 continue

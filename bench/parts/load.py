@@ -18,6 +18,10 @@ from typing import Any
 _MOST_LINE = 1 << 20
 
 
+class Closed(ConnectionError):
+    """A connection that ended before an answer began, as llama-server ends one after each."""
+
+
 @dataclass
 class Answered:
     """When a request was sent, and when each event with a token came, in seconds; and the text."""
@@ -90,9 +94,17 @@ Target = OverHttp | OverSockets
 
 
 async def _one(target: Target, number: int, prompts: Sequence[str], tokens: int) -> list[Answered]:
+    found: list[Answered] = []
     reader, writer = await target.open(number)
     try:
-        return [await _answered(target, reader, writer, prompt, tokens) for prompt in prompts]
+        for prompt in prompts:
+            try:
+                found.append(await _answered(target, reader, writer, prompt, tokens))
+            except Closed:
+                writer.close()
+                reader, writer = await target.open(number)
+                found.append(await _answered(target, reader, writer, prompt, tokens))
+        return found
     finally:
         writer.close()
         with suppress(ConnectionError):
@@ -119,6 +131,8 @@ async def _answered(
             _note(answered, line)
         elif line.startswith(b"HTTP/1.1 ") and b" 200 " not in line:
             raise ConnectionError(f"{line.decode().strip()}: {await reader.read(2000)!r}")
+    if not answered.events:
+        raise Closed("the other side has closed the connection")
     raise ConnectionError("the answer ended before its end")
 
 

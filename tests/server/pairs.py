@@ -17,6 +17,7 @@ import torch
 import everystep as es
 from everystep.api.model import LanguageModel
 from everystep.errors import EverystepError
+from everystep.outputs import TokenLogprobs
 from everystep.server.fields import GENERATE
 from everystep.server.routes import COMPLETIONS
 from everystep.testing.models import tiny_llama
@@ -78,6 +79,7 @@ WIRE: Mapping[str, Body] = {
     "model": {"model": "poet"},
     "prompt": {"prompt": TOKENIZER.encode(PROMPT)},
     "return_token_ids": {"return_token_ids": True},
+    "timings": {"timings": True},
 }
 _PLAIN = ("seed", "max_new_tokens", "add_generation_prompt", "tools", "tool_choice")
 _TALK = (*_PLAIN, "parallel_tool_calls", "enable_thinking", "thinking_budget")
@@ -166,7 +168,8 @@ def keywords_of(body: Body) -> Body:
 
 
 def in_process(body: Body) -> list[tuple[Any, ...]] | str:
-    """Return what the library gives for a body: texts, ids and log-probabilities, or its error."""
+    """Return what the library gives for a body: texts, ids, log-probabilities and those of the
+    prompt, or its error."""
     asked = keywords_of(body)
     shaping = ("temperature", "top_k", "top_p", "min_p", "best_of")
     named = [name for name in shaping if name in asked]
@@ -179,14 +182,45 @@ def in_process(body: Body) -> list[tuple[Any, ...]] | str:
     except EverystepError as error:
         return str(error)
     said = PROMPT if body.get("echo") else ""
-    return [
-        (said + one.text, list(one.tokens), _logprobs(one) if "logprobs" in asked else None)
-        for one in (found if isinstance(found, list) else [found])
-    ]
+    results = found if isinstance(found, list) else [found]
+    return [(said + one.text, list(one.tokens), *_known(one, body)) for one in results]
 
 
-def _logprobs(one: Any) -> list[float]:
-    return [max(value, -9999.0) for value in one.logprobs.logprobs.tolist()]
+def _known(one: Any, body: Body) -> tuple[list[float | None] | None, list[Any] | None]:
+    """Return what is told of the tokens, after those of an echo, and what is of the prompt."""
+    of_tokens: list[float | None] | None = None
+    if "logprobs" in body:
+        before = [None, *finite(one.prompt_logprobs)] if body.get("echo") else []
+        of_tokens = [*before, *finite(one.logprobs)]
+    return of_tokens, told_of_prompt(one.prompt_logprobs) if "prompt_logprobs" in body else None
+
+
+def finite(found: TokenLogprobs) -> list[float]:
+    """Return log-probabilities as JSON has them."""
+    return [max(value, -9999.0) for value in found.logprobs.tolist()]
+
+
+def told_of_prompt(found: TokenLogprobs) -> list[Any]:
+    """Return what the wire tells of a prompt: of each id and the best, the log-probability and
+    place."""
+    told: list[Any] = [None]
+    rows = zip(found.tokens.tolist(), finite(found), strict=True)
+    for (id, value), ids, values in zip(
+        rows, found.top_tokens.tolist(), found.top_logprobs.tolist(), strict=True
+    ):
+        ranks = {one: rank for rank, one in enumerate(ids, 1)}
+        known = {id: value, **dict(zip(ids, (max(one, -9999.0) for one in values), strict=True))}
+        told.append(
+            {
+                str(one): {
+                    "logprob": known[one],
+                    "rank": ranks.get(one),
+                    "decoded_token": TOKENIZER.decode([one], skip_special_tokens=False),
+                }
+                for one in known
+            }
+        )
+    return told
 
 
 def over_http(server: Served, body: Body) -> list[tuple[Any, ...]] | str:
@@ -207,16 +241,15 @@ def over_http(server: Served, body: Body) -> list[tuple[Any, ...]] | str:
         values = [value for one in known for value in one["token_logprobs"]]
         assert own[-1]["finish_reason"]
         if ids or place == 0:  # a search may find fewer than were asked for: then a place is empty
-            found.append((joined(chunks, place), ids, values or None))
+            found.append((joined(chunks, place), ids, values or None, None))
     return found
 
 
 def _told(choice: Mapping[str, Any], body: Body) -> tuple[Any, ...]:
     known = choice["logprobs"]
-    if known is None:
-        return choice["text"], choice["token_ids"], None
-    values = known["token_logprobs"]
-    return choice["text"], choice["token_ids"], values[len(values) - len(choice["token_ids"]) :]
+    values = None if known is None else known["token_logprobs"]
+    assert ("prompt_logprobs" in choice) == ("prompt_logprobs" in body)
+    return choice["text"], choice["token_ids"], values, choice.get("prompt_logprobs")
 
 
 def require_pair(server: Served, one: str, two: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from everystep.api.model import LanguageModel
+from everystep.config import ChatDefaults
 from everystep.processors.grammars.trials import GrammarTrials
 from everystep.server.application import Front
 from everystep.server.asking import FrontModel
@@ -71,10 +72,12 @@ def served(
     queue: QueueLimits | None = None,
     beside: ServedBeside | None = None,
     book: QuotaBook | None = None,
+    chat: ChatDefaults | None = None,
 ) -> Iterator[Served]:
-    """A server for as long as the body runs; nothing of it is left afterwards."""
+    """A server for as long as the body runs; nothing of it is left afterwards. `chat`: what
+    messages mean, that of the tiny model without."""
     link = EngineLink(mooring or in_thread(), queue, book)
-    front = Front(link, {"tiny": FrontModel(TOKENIZER, tiny().chat_defaults)}, settings)
+    front = Front(link, {"tiny": FrontModel(TOKENIZER, chat or tiny().chat_defaults)}, settings)
     with listening(front, beside=beside) as port:
         one = Served(front, port)
         with one.client:

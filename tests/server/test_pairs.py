@@ -34,6 +34,12 @@ CHOSEN = (
     ("adapters", "num_beams"),
     ("stream", "num_beams"),
     ("echo", "logprobs"),
+    ("echo", "prompt_logprobs"),
+    ("logprobs", "prompt_logprobs"),
+    ("prompt_logprobs", "num_beams"),
+    ("prompt_logprobs", "n"),
+    ("prompt_logprobs", "stream"),
+    ("token_healing", "prompt_logprobs"),
     ("stream", "echo"),
 )
 """Pairs that servers are known to get wrong."""

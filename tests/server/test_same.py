@@ -10,7 +10,9 @@ import pytest
 import everystep as es
 from everystep.config.named_strategies import NAMED
 from everystep.errors import RequestError
-from tests.server.serving import TOKENIZER, Served, chunks_of, joined, tiny
+from everystep.testing.models import tiny_llama
+from tests.server.pairs import told_of_prompt
+from tests.server.serving import TOKENIZER, Served, chunks_of, in_thread, joined, served, tiny
 
 WORDS = ("the", "and", "of", "hello", "ünï", "it was", "in a", "\n", "0.5", "日本")
 SAMPLERS: dict[str, tuple[Any, ...]] = {
@@ -158,6 +160,42 @@ def test_a_conversation_means_what_it_means_to_the_library(server: Served) -> No
     assert answer.json()["choices"][0]["message"]["content"] == wanted, "parts are not printed"
 
 
+def test_a_conversation_has_the_defaults_of_its_model() -> None:
+    """A system message, and a sampling, that neither the caller nor the template says."""
+    model = tiny_llama(vocab_size=320, max_position_embeddings=4096)
+    usual = es.chat(model, TOKENIZER, "hello", seed=5, max_new_tokens=12)
+    model.chat_defaults = chat = es.ChatDefaults("it was the", {"temperature": 1.6, "top_k": 50})
+    asked: Any = {"seed": 5, "max_new_tokens": 12}
+    wanted = es.chat(model, TOKENIZER, "hello", **asked)
+    begun = [{"role": "system", "content": "it was the"}, {"role": "user", "content": "hello"}]
+    model.chat_defaults = es.ChatDefaults("it was the")
+    sampled = es.chat(model, TOKENIZER, "hello", **asked)
+    assert len({usual, wanted, sampled}) == 3, "both of the defaults count"
+    model.chat_defaults = chat
+    own = [{"role": "system", "content": "of"}, begun[1]]
+    with served(in_thread(model), chat=chat) as server:
+
+        def answered(messages: Any, **more: Any) -> Any:
+            body = {"messages": messages, "seed": 5, "max_tokens": 12, **more}
+            return server.post("/v1/chat/completions", **body)
+
+        def said(messages: Any, **more: Any) -> str:
+            return str(answered(messages, **more).json()["choices"][0]["message"]["content"])
+
+        assert said(begun[1:]) == said(begun) == wanted
+        assert joined(chunks_of(answered(begun[1:], stream=True).text)) == wanted
+        assert said(own) == es.chat(model, TOKENIZER, own, **asked)
+        greedy = es.chat(model, TOKENIZER, "hello", **asked, do_sample=False)
+        assert said(begun[1:], temperature=0) == greedy
+        ids = server.post("/tokenize", messages=begun[1:]).json()["tokens"]
+        assert ids == server.post("/tokenize", messages=begun).json()["tokens"]
+        body: Any = {"messages": begun[1:], "seed": 5, "max_tokens": 12}
+        assert server.post("/v1/messages", **body).json()["content"][0]["text"] == wanted
+        body = {"input": "hello", "seed": 5, "max_output_tokens": 12}
+        (item,) = server.post("/v1/responses", **body).json()["output"]
+        assert item["content"][0]["text"] == wanted
+
+
 def test_a_stream_of_beams_loses_the_text_that_ended_it(server: Served) -> None:
     """Their tokens are told at the end, the last one together with it."""
     asked: Any = {"prompt": "hello", "max_tokens": 12, "num_beams": 3}
@@ -197,3 +235,59 @@ def test_echoed_log_probabilities_are_likelihoods(server: Served, most: int) -> 
         assert answer["usage"]["completion_tokens"] == most
         assert choice["text"].startswith("hello the and of")
         assert known["text_offset"][:3] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("best", [0, 3])
+def test_prompt_logprobs_are_those_of_the_library(server: Served, best: int) -> None:
+    prompts = ["hello the and of", TOKENIZER.encode("it was " * 150)]
+    asked: Any = {"prompt_logprobs": best, "do_sample": True, "seed": 4}
+    body = {"prompt": prompts, "n": 2, "max_tokens": 3, "return_token_ids": True}
+    choices = server.completion(**body, **asked)["choices"]
+    for number, prompt in enumerate(prompts):
+        known = {"max_new_tokens": 3, "num_return_sequences": 2, "return_dict_in_generate": True}
+        found: Any = es.generate(tiny(), TOKENIZER, prompt, **asked, **known)
+        for one, choice in zip(found, choices[2 * number :][:2], strict=True):
+            assert choice["token_ids"] == list(one.tokens) and choice["logprobs"] is None
+            assert choice["prompt_logprobs"] == told_of_prompt(one.prompt_logprobs)
+            ids = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
+            assert len(choice["prompt_logprobs"]) == len(ids)
+    assert "prompt_logprobs" not in server.completion(prompt="hello", max_tokens=1)["choices"][0]
+
+
+def test_prompt_logprobs_of_a_conversation(server: Served) -> None:
+    messages = [{"role": "user", "content": "hello the"}]
+    asked: Any = {"seed": 5, "prompt_logprobs": 2, "logprobs": True, "top_logprobs": 1}
+    body = server.post("/v1/chat/completions", messages=messages, max_tokens=4, **asked).json()
+    known: Any = {"seed": 5, "prompt_logprobs": 2, "return_dict_in_generate": True}
+    found: Any = es.generate(tiny(), TOKENIZER, messages, max_new_tokens=4, **known)
+    (choice,) = body["choices"]
+    assert choice["message"]["content"] == found.text
+    wanted = told_of_prompt(found.prompt_logprobs)
+    assert choice["prompt_logprobs"] == wanted == body["prompt_logprobs"]
+    assert len(wanted) == body["usage"]["prompt_tokens"]
+    assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == 1
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": "hello"}, {"messages": [{"role": "user"}]}])
+def test_a_stream_without_log_probabilities_of_its_prompt_says_so(
+    server: Served, prompt: dict[str, Any]
+) -> None:
+    path = "/v1/chat/completions" if "messages" in prompt else "/v1/completions"
+    answer = server.post(path, **prompt, stream=True, prompt_logprobs=0)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert "a stream has no log-probabilities of its prompt" in error["message"]
+    assert "got stream and prompt_logprobs. Leave one of them out" in error["message"]
+
+
+@pytest.mark.parametrize(("of_tokens", "of_prompt"), [(1, 3), (3, 1), (0, 2), (2, 2)])
+def test_an_echo_and_prompt_logprobs_have_their_own_numbers(
+    server: Served, of_tokens: int, of_prompt: int
+) -> None:
+    asked: Any = {"prompt": "hello the and of", "max_tokens": 2, "temperature": 0}
+    echo = {"echo": True, "logprobs": of_tokens}
+    (both,) = server.completion(**asked, **echo, prompt_logprobs=of_prompt)["choices"]
+    (one,) = server.completion(**asked, **echo)["choices"]
+    (other,) = server.completion(**asked, prompt_logprobs=of_prompt)["choices"]
+    assert both["logprobs"] == one["logprobs"]
+    assert both["prompt_logprobs"] == other["prompt_logprobs"]

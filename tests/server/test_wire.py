@@ -10,9 +10,12 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from pydantic import BaseModel
 
-from tests.server.serving import TOKENIZER, Served, chunks_of, joined
+from everystep.server.answering import Clock
+from everystep.server.messages import Over
+from tests.server.serving import TOKENIZER, Served, chunks_of, joined, tiny
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -79,6 +82,42 @@ def test_each_chunk_counts_tokens_so_far(server: Served, path: str, last: bool) 
         one["total_tokens"] == one["prompt_tokens"] + made
         for one, made in zip(counted, made, strict=True)
     )
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"do_sample": True, "n": 2}])
+def test_an_answer_says_how_long_it_took(server: Served, path: str, how: Any) -> None:
+    asked = {"messages": HELLO} if "chat" in path else {"prompt": ["hello", "the and"]}
+    body = {**asked, **how, "seed": 3, "max_tokens": 6, "ignore_eos": True}
+    usual = tiny().generate(torch.tensor([[5, 6]]), max_new_tokens=1, return_dict_in_generate=True)
+    whole = server.post(path, **body, timings=True).json()
+    for beside in ({}, {"include_usage": True}, {"continuous_usage_stats": True}):
+        options = {"stream": True, "stream_options": beside}
+        last = chunks_of(server.post(path, **body, **options, timings=True).text)[-1]
+        assert last["choices"] == [] and ("usage" in last) == bool(beside)
+        if beside:
+            assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+        for took in (last["timings"], whole["timings"]):
+            assert took.keys() == usual.timings.keys()
+            # Each token after the first takes a step, and the first one takes one too.
+            assert took["prompt_seconds"] > 0 and took["decode_seconds"] > 0
+            parts = took["prompt_seconds"] + took["decode_seconds"]
+            assert parts == pytest.approx(took["total_seconds"])
+        assert not any(
+            "timings" in one for one in chunks_of(server.post(path, **body, **options).text)
+        )
+    assert "timings" not in server.post(path, **body, timings=False).json()
+
+
+def test_timings_of_several_prompts_are_those_of_all() -> None:
+    """One that ends later than another, and one that has its first token later."""
+    clock = Clock()
+    seconds = iter((10.0, 12.0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("everystep.server.answering.moment", lambda: next(seconds))
+        clock.note(Over(1, [], 2.0, 3.0))  # from 7 on, opened at 9
+        clock.note(Over(2, [], 1.0, 4.0))  # from 8 on, opened at 9
+    assert clock.shown() == {"prompt_seconds": 2.0, "decode_seconds": 3.0, "total_seconds": 5.0}
 
 
 def test_every_choice_is_opened_first_and_says_its_role_once(server: Served) -> None:

@@ -47,6 +47,8 @@ class Mailbox:
     the engine refused a request. `leaving`: how the groups are to end before the next step.
     `dropped`: it left while it stood in line, and never begins. `over`: nothing more will be put
     into it. `deadline`: the first moment at which one of the requests is to end, None without any.
+    `began`, `opened`, `ended`: the moments at which the requests had come in, had all chosen their
+    first tokens, and were over, the last two None until then.
     """
 
     def __init__(
@@ -70,6 +72,16 @@ class Mailbox:
         self.names: dict[str, str] = {}  # as the engine calls a request -> as its owner does
         moments = (one.deadline for one in self.requests if one.deadline is not None)
         self.deadline = min(moments, default=None)
+        self.began = moment()
+        self.opened: float | None = None
+        self.ended: float | None = None
+
+    @property
+    def took(self) -> tuple[float, float]:
+        """The seconds from its beginning until all had their first tokens, and until now or its
+        end; what ended before a token was opened by its end."""
+        end = moment() if self.ended is None else self.ended
+        return (end if self.opened is None else self.opened) - self.began, end - self.began
 
     @property
     def begun(self) -> bool:
@@ -171,7 +183,7 @@ class Driver:
         """Return the mailbox of a group that came into the engine by other ways, such as a fork;
         `box`: the one that it had before."""
         box = Mailbox((group.request,)) if box is None else box
-        box.groups, box.leaving, box.over = [group], None, False
+        box.groups, box.leaving, box.over, box.ended = [group], None, False, None
         self._boxes[group.request.request_id] = box
         return box
 
@@ -338,6 +350,7 @@ class Driver:
             try:
                 self._boxes[name] = box
                 box.groups.append(self.engine.submit(request))
+                box.began = moment()
             except Exception as error:
                 box.error, box.leaving = error, CANCELLED
                 self._end(box)
@@ -375,7 +388,10 @@ class Driver:
                 self._set_aside(box)
             _tell(box)
         for name, box in list(self._boxes.items()):
+            if box.opened is None and box.begun and all(group.opened for group in box.groups):
+                box.opened = moment()
             if box.begun and not any(group.live for group in box.groups):
+                box.ended = moment()
                 # First of all: whoever was interrupted here finds it again by its name.
                 box.over = True
                 _tell(box)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -169,7 +168,7 @@ def _run(model: Subject, call: Call, delivery: Delivery | None, passed: object) 
     groups, prompts = box.groups, call.inputs.table(call.options.ends.fill)
     opened = nullcontext() if delivery is None else delivery.open(prompts)
     with freed(driver, box), opened:
-        timings = _loop(driver, box, delivery, cached=cached)
+        _loop(driver, box, delivery, cached=cached)
     reasons = [done.reason for group in groups for done in group.done]
     for notice in cut_by_default(e, call.options.steering.criteria, reasons):
         warnings.warn(notice, stacklevel=4)
@@ -185,7 +184,9 @@ def _run(model: Subject, call: Call, delivery: Delivery | None, passed: object) 
         if not e.return_dict_in_generate:
             return sequences
         out = _output(call, sequences, groups, finished, collector, past)
-    out.timings = timings
+    first, total = box.took
+    out.timings = {"prompt_seconds": first, "decode_seconds": total - first}
+    out.timings["total_seconds"] = total
     if call.requests[0].drafter is not None:
         counts, gained = engine.counts, engine.gained_seconds
         out.speculation = {"drafted": counts.drafted, "accepted": counts.accepted}
@@ -195,18 +196,13 @@ def _run(model: Subject, call: Call, delivery: Delivery | None, passed: object) 
 
 def _loop(
     driver: Driver, box: Mailbox, follow: Callable[[list[Event]], None] | None, *, cached: bool
-) -> dict[str, float]:
+) -> None:
     """Step until the rows are over; without a cache, every step feeds everything again.
 
-    Return how long it took until every row had its first token, and from there on. Raise the
-    error of a row that ended by one.
+    Raise the error of a row that ended by one.
     """
-    begin = time.perf_counter()
-    opened: float | None = None
     while not box.over:
         driver.step()
-        if opened is None and all(group.opened for group in box.groups):
-            opened = time.perf_counter()
         if follow is not None:
             follow(list(box.events))
         box.events.clear()
@@ -215,13 +211,6 @@ def _loop(
                 raise group.error
             if not cached:
                 driver.engine.preempt(group)
-    end = time.perf_counter()
-    opened = end if opened is None else opened
-    return {
-        "prompt_seconds": opened - begin,
-        "decode_seconds": end - opened,
-        "total_seconds": end - begin,
-    }
 
 
 # --- what callers expect --------------------------------------------------------------------------

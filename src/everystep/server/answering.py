@@ -28,6 +28,7 @@ from everystep.drivers.generated import end_of_prompt
 from everystep.server.asking import Wanted
 from everystep.server.fields import Json
 from everystep.server.messages import Begun, Ended, Likelihoods, Over, RowNews
+from everystep.stops.ends import moment
 from everystep.streamers import Wording
 from everystep.text import Spelling, Tokenizer, Trimmer, follow
 from everystep.types import Event, FinishReason
@@ -71,10 +72,37 @@ class Spelled:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._bytes = Spelling.of(tokenizer)
+        self._texts: dict[int, str] = {}
 
     def text(self, id: int) -> str:
         """Return the text of one id by itself."""
-        return self._tokenizer.decode([id], skip_special_tokens=False)
+        if (found := self._texts.get(id)) is None:
+            found = self._texts[id] = self._tokenizer.decode([id], skip_special_tokens=False)
+        return found
+
+    def of_prompt(self, known: Likelihoods, best: int) -> msgspec.Raw:
+        """Return a list with null for the first id of a prompt, and an object for each other one:
+        by id, that one and the `best` best there.
+
+        It is written down place by place, so that other threads may go on between two.
+        """
+        places = (self._place(id, value, tops[:best]) for id, value, tops in rows_of(known))
+        return msgspec.Raw(b"[" + b",".join([b"null", *map(msgspec.json.encode, places)]) + b"]")
+
+    def _place(
+        self, id: int, known: float | None, best: Sequence[tuple[int, float]]
+    ) -> dict[str, dict[str, Json]]:
+        # How many are likelier than an id that is none of the best is not known.
+        found: dict[int, tuple[float | None, int | None]] = {id: (known, None)}
+        found |= {other: (value, rank) for rank, (other, value) in enumerate(best, 1)}
+        return {
+            str(one): {
+                "logprob": None if value is None else finite(value),
+                "rank": rank,
+                "decoded_token": self.text(one),
+            }
+            for one, (value, rank) in found.items()
+        }
 
     def of_completion(
         self,
@@ -118,6 +146,32 @@ def rows_of(known: Likelihoods) -> list[tuple[int, float | None, list[tuple[int,
     """Return a table of likelihoods row by row."""
     parts = zip(known.tokens, known.logprobs, known.top_tokens, known.top_logprobs, strict=True)
     return [(id, value, list(zip(tops, values, strict=True))) for id, value, tops, values in parts]
+
+
+@dataclass(slots=True)
+class Clock:
+    """The times of a request's prompts, all by the clock of this process."""
+
+    began: float = math.inf
+    opened: float = 0.0
+    ended: float = 0.0
+
+    def note(self, message: Over) -> None:
+        """Take in how long a prompt took that ends now."""
+        now = moment()
+        begun = now - message.seconds
+        self.began = min(self.began, begun)
+        self.opened = max(self.opened, begun + message.opened)
+        self.ended = now
+
+    def shown(self) -> dict[str, Json]:
+        """Return the seconds as an output object names them: until the last prompt had its first
+        token, from there on, and in all."""
+        return {
+            "prompt_seconds": self.opened - self.began,
+            "decode_seconds": self.ended - self.opened,
+            "total_seconds": self.ended - self.began,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +250,8 @@ class WholeAnswer:
         self._spelled = Spelled(wanted.to.front.tokenizer)
         self._strings: dict[int, Sequence[str]] = {}
         self._choices: dict[int, list[Json]] = {}
+        self._clock = Clock()
+        self._of_prompt: Json = None
         self.usage = Usage()
 
     def begin(self, number: int, message: Begun) -> None:
@@ -207,10 +263,15 @@ class WholeAnswer:
         wanted = self._wanted
         place = number * wanted.n
         first = message.results[0]
+        self._clock.note(message)
         self.usage.prompt += first.prompt_tokens
         self.usage.cached += first.cached_tokens
+        known, best = first.known_prompt, wanted.prompt_logprobs
+        self._of_prompt = None
+        if known is not None and best is not None:
+            self._of_prompt = self._spelled.of_prompt(known, best)
         self._choices[number] = [
-            self._choice(place + i, number, one) for i, one in enumerate(message.results)
+            self._choice(place + i, number, one, known) for i, one in enumerate(message.results)
         ]
 
     def shown(self) -> dict[str, Json]:
@@ -219,9 +280,15 @@ class WholeAnswer:
         choices = [one for number in sorted(self._choices) for one in self._choices[number]]
         answer = {**self._head.of(kind, choices), "usage": self.usage.shown()}
         answer["system_fingerprint"] = None
+        if self._wanted.in_chat and self._wanted.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self._of_prompt  # where vLLM's clients look for it
+        if self._wanted.timings:
+            answer["timings"] = self._clock.shown()
         return answer
 
-    def _choice(self, place: int, number: int, one: Ended) -> dict[str, Json]:
+    def _choice(
+        self, place: int, number: int, one: Ended, of_prompt: Likelihoods | None
+    ) -> dict[str, Json]:
         wanted = self._wanted
         tokens = [] if wanted.nothing else one.tokens
         self.usage.completion += len(tokens)
@@ -235,6 +302,8 @@ class WholeAnswer:
             choice["score"] = one.score
         if wanted.ids:
             choice["token_ids"] = tokens
+        if wanted.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._of_prompt
         if wanted.in_chat:
             message: dict[str, Json] = {"role": "assistant", "content": text, "refusal": None}
             if wanted.dialogue is not None:
@@ -249,17 +318,19 @@ class WholeAnswer:
                 known = {"content": self._spelled.of_chat(rows_of(one.known)), "refusal": None}
             return {**choice, "message": message, "logprobs": known}
         said = wanted.prompts[number][1] if wanted.echo else ""
-        return {**choice, "text": said + text, "logprobs": self._known(number, one)}
+        return {**choice, "text": said + text, "logprobs": self._known(number, one, of_prompt)}
 
-    def _known(self, number: int, one: Ended) -> Json:
+    def _known(self, number: int, one: Ended, of_prompt: Likelihoods | None) -> Json:
         if one.known is None:
             return None
         rows = [] if self._wanted.nothing else rows_of(one.known)
         whole: list[tuple[int, float | None, Sequence[tuple[int, float]] | None]] = [*rows]
         if self._wanted.echo:
             ids = self._wanted.prompts[number][0]
-            before = [] if one.known_prompt is None else rows_of(one.known_prompt)
-            whole = [(ids[0], None, None), *before, *rows]
+            said = [] if of_prompt is None else rows_of(of_prompt)
+            best = self._wanted.logprobs
+            cut = [(id, value, tops[:best]) for id, value, tops in said]
+            whole = [(ids[0], None, None), *cut, *rows]
         return self._spelled.of_completion(whole, 0)
 
 
@@ -338,6 +409,7 @@ class StreamedAnswer:
         self._told: dict[int, int] = {}
         self._parsers: dict[int, Parser] = {}
         self._called: set[int] = set()
+        self._clock = Clock()
         self.usage = Usage()
 
     def opening(self) -> Iterator[dict[str, Json]]:
@@ -383,6 +455,7 @@ class StreamedAnswer:
     def end(self, number: int, message: Over) -> Iterator[dict[str, Json]]:
         """Yield what is left of this prompt, whose results are there."""
         first = message.results[0]
+        self._clock.note(message)
         self.usage.prompt += first.prompt_tokens
         self.usage.cached += first.cached_tokens
         for i, one in enumerate(message.results):
@@ -395,9 +468,14 @@ class StreamedAnswer:
 
     def closing(self) -> Iterator[dict[str, Json]]:
         """Yield what stands after all tokens."""
-        if self._wanted.usage:
-            kind = "chat.completion.chunk" if self._wanted.in_chat else "text_completion"
-            yield {**self._head.of(kind, []), "usage": self.usage.shown()}
+        wanted, beside = self._wanted, dict[str, Json]()
+        if wanted.usage or (wanted.timings and wanted.counts):
+            beside["usage"] = self.usage.shown()
+        if wanted.timings:
+            beside["timings"] = self._clock.shown()
+        if beside:
+            kind = "chat.completion.chunk" if wanted.in_chat else "text_completion"
+            yield {**self._head.of(kind, []), **beside}
 
     def failing(self, text: str) -> Iterator[dict[str, Json]]:
         """Yield nothing: the error says it."""

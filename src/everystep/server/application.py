@@ -241,7 +241,10 @@ class Front:
                     answer.begin(number, message)
                 elif isinstance(message, Over):
                     _refuse_late(message)
-                    answer.end(number, message)
+                    if wanted.is_wide:
+                        await asyncio.to_thread(answer.end, number, message)
+                    else:
+                        answer.end(number, message)
         over(answer.usage)
         warnings = {"warnings": [*notices]} if notices else {}
         await exchange.answer(answer.shown() | warnings)

@@ -40,6 +40,8 @@ _DIALOGUE = (
     *("enable_thinking", "thinking_budget"),
 )
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+_WIDE = 256
+"""Log-probabilities of prompts from which on an answer is written down in a thread."""
 _USUAL_TOKENS = 16
 """Tokens of a completion that names no length, as OpenAI has it."""
 
@@ -107,12 +109,12 @@ class Wanted:
     """A request, read: what is asked of the engine, and the form of the answer.
 
     `prompts`: ids and text of each; `keywords`: those of `generate`; `n`: answers per prompt;
-    `logprobs`: of how many best tokens, None for none; `nothing`: the prompt alone is wanted;
-    `dialogue`: what is asked of tools and thoughts. `cut`: the context ends an answer before the
-    length that was asked for. `said`: fields of the body that its answer repeats or keeps.
-    `pools`: how hidden states become vectors, where these are wanted. `priority`: a lower one comes
-    first. `pictures`: those that stand in the one prompt. `counts`: each chunk of a stream says how
-    many tokens there are so far.
+    `logprobs`, `prompt_logprobs`: of how many best tokens, None for none; `nothing`: the prompt
+    alone is wanted; `dialogue`: what is asked of tools and thoughts. `cut`: the context ends an
+    answer before the length that was asked for. `said`: fields of the body that its answer repeats
+    or keeps. `pools`: how hidden states become vectors, where these are wanted. `priority`: a lower
+    one comes first. `pictures`: those that stand in the one prompt. `counts`: each chunk of a
+    stream says how many tokens there are so far. `timings`: the answer says how long it took.
     """
 
     to: Addressee
@@ -135,6 +137,15 @@ class Wanted:
     priority: int = 0
     pictures: tuple[Pixels, ...] = ()
     counts: bool = False
+    prompt_logprobs: int | None = None
+    timings: bool = False
+
+    @property
+    def is_wide(self) -> bool:
+        """True where an answer has so many log-probabilities of prompts that writing them down
+        takes long."""
+        known = self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
+        return known and sum(len(ids) for ids, _ in self.prompts) > _WIDE
 
     def places(self, caller: Caller) -> list[LinePlace]:
         """Return the places in line of these asks."""
@@ -207,15 +218,10 @@ def read_completion(given: Mapping[str, Json], to: Addressee, caller: Caller) ->
         keywords["max_new_tokens"] = _USUAL_TOKENS
     if best is not None:
         keywords["logprobs"] = best
-        if echo:
-            keywords["prompt_logprobs"] = best
-    stream = bool(given.get("stream"))
-    if stream and echo and best is not None:
-        raise RequestError(
-            "a stream has no log-probabilities of its prompt",
-            got="stream, echo and logprobs",
-            do="Leave one of the three out",
-        )
+        if echo:  # each of the two gets its own number of them
+            keywords["prompt_logprobs"] = max(best, keywords.get("prompt_logprobs", 0))
+    if given.get("stream") and echo and best is not None:
+        raise _untold_in_streams("stream, echo and logprobs", "Leave one of the three out")
     return _wanted(given, to, prompts, keywords, renamed, best, nothing=nothing, echo=echo)
 
 
@@ -303,6 +309,8 @@ def _wanted(
     if options is not None and not stream:
         raise RequestError("stream_options are for streams", do="Set stream, or leave them out")
     told = _stream_options(options or {})
+    if stream and given.get("prompt_logprobs") is not None:
+        raise _untold_in_streams("stream and prompt_logprobs", "Leave one of them out")
     vocabulary = to.facts.vocabulary
     for ids, _ in prompts:
         if any(one >= vocabulary for one in ids):
@@ -328,7 +336,13 @@ def _wanted(
         cut=within.get("max_new_tokens") != keywords.get("max_new_tokens"),
         priority=given.get("priority", 0),
         counts=told.get("continuous_usage_stats", False),
+        prompt_logprobs=given.get("prompt_logprobs"),
+        timings=bool(given.get("timings")),
     )
+
+
+def _untold_in_streams(got: str, do: str) -> RequestError:
+    return RequestError("a stream has no log-probabilities of its prompt", got=got, do=do)
 
 
 def _stream_options(given: Json) -> dict[str, bool]:

@@ -458,12 +458,17 @@ def _outcome(ask: Ask, one: Submission) -> ToFront:
                 return Over(id, [Ended([], why, None, 0.0, size, 0)])
             return Over(id, [Ended([], "stop", None, 0.0, size, 0, vector=vector_of(group))])
         reply = replace(one.answer(), tokenizer=None)  # the front makes the texts
-        return Over(id, [_ended(result) for result in reply.generated(group)])
+        found = [_ended(*each) for each in enumerate(reply.generated(group))]
+        opened, seconds = (0.0, 0.0) if one.box is None else one.box.took
+        return Over(id, found, opened, seconds)
     except Exception as error:
         return failed(id, error)
 
 
-def _ended(result: Generated) -> Ended:
+def _ended(number: int, result: Generated) -> Ended:
+    """Return a continuation as the front is told of it. What is known of the prompt is the same for
+    all, and long: the first one has it."""
+    of_prompt = None if number else result.prompt_logprobs
     kind, matched = _said(result.finish_reason)
     return Ended(
         list(result.tokens),
@@ -473,7 +478,7 @@ def _ended(result: Generated) -> Ended:
         result.prompt_tokens,
         result.cached_tokens,
         None if result.logprobs is None else _known(result.logprobs),
-        None if result.prompt_logprobs is None else _known(result.prompt_logprobs, 1),
+        None if of_prompt is None else _known(of_prompt, 1),
     )
 
 

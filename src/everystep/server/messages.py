@@ -237,7 +237,8 @@ class Begun(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """One continuation of an ask, or its vector, float32 with the least byte first."""
+    """One continuation of an ask, or its vector, float32 with the least byte first.
+    `known_prompt`: of the prompt that all continuations share, in the first one alone."""
 
     tokens: list[int]
     kind: str
@@ -251,10 +252,13 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Over(msgspec.Struct, tag=True, frozen=True):
-    """An ask has ended with these continuations."""
+    """An ask has ended with these continuations. `opened`: the seconds from its beginning until it
+    had its first token; `seconds`: until its end."""
 
     id: int
     results: list[Ended]
+    opened: float = 0.0
+    seconds: float = 0.0
 
 
 class ScoredTexts(msgspec.Struct, tag=True, frozen=True):

@@ -105,6 +105,13 @@ _BOTH = (
         "0",
     ),
     WireField("return_token_ids", FLAG, "Whether choices have the ids of their tokens.", "false"),
+    WireField(
+        "timings",
+        FLAG,
+        "Whether the answer, or the last chunk of a stream, has `timings`: `prompt_seconds`,"
+        " `decode_seconds` and `total_seconds`.",
+        "false",
+    ),
 )
 
 
@@ -511,7 +518,7 @@ _ID = WireField("ids", IDS, "The ids.")
 _TEXT = WireField("text", TEXT, "A text, in place of ids.")
 _RUN = "/v1/everystep/runs"
 _ALONE = (
-    *("stream", "stream_options", "return_token_ids", "priority"),
+    *("stream", "stream_options", "return_token_ids", "priority", "timings"),
     *(
         one.name
         for one in GENERATE

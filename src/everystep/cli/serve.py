@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -230,6 +229,7 @@ def serve(
         "ray_address": ray_address,
     }
     require_server()
+    from everystep.server.request_log import write_log
     from everystep.server.serving import listening_socket
     from everystep.server.serving import serve as run
     from everystep.server.settings import read_settings
@@ -238,9 +238,7 @@ def serve(
     read = read_settings(settings, given)
     require_replicas(read.replicas, read.ray_address, read.max_replicas)
     read.require_possible()
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    if not is_terminal(sys.stderr):
-        logging.getLogger().setLevel(logging.WARNING)
+    write_log(sys.stderr, as_json=not is_terminal(sys.stderr))
 
     def tell(address: str, name: str) -> None:
         write_line(_NEXT.format(address=address, model=name))

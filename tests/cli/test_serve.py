@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import everystep as es
-from everystep.errors import EverystepError
+from everystep.errors import EverystepError, RequestError
 from everystep.server.settings import ServeSettings, read_settings
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
@@ -23,22 +24,53 @@ from tests.cli.running import Caller, everystep
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "code", "said"),
     [
-        (["--host", "0.0.0.0"], "--public-without-key"),
-        (["--model", "tiny"], "NAME=VALUE"),
-        (["--model", "a=b", "--model", "a=c"], "given twice"),
-        (["--port", "99999999"], "address"),
-        (["--settings", "nowhere.toml"], "nowhere.toml"),
-        (["--key-file", "nowhere"], "nowhere"),
-        (["--steer", "vectors.safetensors"], "--steer NAME=VALUE"),
-        (["--steer", "polite=no-such-vectors"], "no-such-vectors"),
+        (["--host", "0.0.0.0"], 2, "the address is public, and there is no key"),
+        (["--host", "::"], 2, "Give --api-key or --key-file, or --public-without-key"),
+        (["--host", "0.0.0.0", "--key-file", "nowhere"], 1, "there is no file of keys nowhere"),
+        (["--model", "tiny"], 2, "wanted --model NAME=VALUE"),
+        (["--model", "a=b", "--model", "a=c"], 2, "--model a is given twice"),
+        (["--port", "99999999"], 2, "a setting is impossible; got Expected `int` <= 65535"),
+        (["--settings", "nowhere.toml"], 1, "there is no file nowhere.toml"),
+        (["--key-file", "nowhere"], 1, "there is no file of keys nowhere"),
+        (["--adapter", "poet=no-folder"], 1, "no-folder is not the folder of an adapter"),
+        (["--adapter", "poet=no-folder@0.5"], 2, "--adapter has a weight"),
+        (["--steer", "vectors.safetensors"], 2, "wanted --steer NAME=VALUE"),
+        (["--steer", "polite=no-such-vectors"], 1, "no-such-vectors does not exist"),
+        (["--record-key", "k"], 2, "records need a folder and a key of their own"),
     ],
 )
-def test_what_cannot_be_served_is_refused_at_once(call: Caller, line: list[str], said: str) -> None:
+def test_what_cannot_be_served_is_refused_at_once(
+    call: Caller, monkeypatch: pytest.MonkeyPatch, line: list[str], code: int, said: str
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("something was loaded")
+
+    monkeypatch.setattr("everystep.server.serving.front_model", never)
+    monkeypatch.setattr("everystep.server.serving.listening_socket", never)
     outcome = call("serve", "./nothing-here", *line)
-    assert outcome.code in (1, 2)
-    assert said in outcome.err or "nothing-here" in outcome.err
+    assert (outcome.code, outcome.out) == (code, ""), outcome
+    assert said in outcome.err
+    assert "loading" not in outcome.err and "nothing-here" not in outcome.err
+
+
+def test_an_address_that_another_has_is_refused_before_anything_is_loaded(call: Caller) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        outcome = call("serve", "./nothing-here", "--port", port)
+    assert outcome.code == 2 and f"127.0.0.1:{port}" in outcome.err
+    assert "the address cannot be had" in outcome.err and "loading" not in outcome.err
+    outcome = call("serve", "./nothing-here", "--port", "0")
+    assert outcome.code == 1 and "loading ./nothing-here" in outcome.err
+    assert "there is no file or folder './nothing-here'" in outcome.err
+
+
+def test_a_public_address_is_served_with_a_key_or_where_that_is_said() -> None:
+    for way in ({"api_keys": ["k"]}, {"public_without_key": True}, {"uds": "a.socket"}):
+        read_settings(None, {"host": "0.0.0.0", **way}).require_possible()
+    with pytest.raises(RequestError, match="there is no key"):
+        read_settings(None, {"host": "0.0.0.0"}).require_possible()
 
 
 def test_a_file_of_settings(tmp_path: Path) -> None:

@@ -18,18 +18,20 @@ from tests.server.serving import TOKENIZER, tiny
 
 @contextmanager
 def program(
-    folder: Path, *options: str, model: LanguageModel | None = None
+    folder: Path, *options: str, model: LanguageModel | None = None, errors: list[str] | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`everystep serve` as people start it, and its address; it ends with 0."""
+    """`everystep serve` as people start it, and its address; it ends with 0. `errors`: where the
+    lines of its standard error go, which is a pipe."""
     (model or tiny()).save_pretrained(folder / "tiny")
     TOKENIZER.save_pretrained(folder / "tiny")
     command = everystep("serve", str(folder / "tiny"), "--threads", "1", *options)
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as running:
         assert running.stdout is not None and running.stderr is not None
-        errors: list[str] = []
+        errors = [] if errors is None else errors
         reading = running.stderr
-        threading.Thread(target=lambda: errors.extend(reading), daemon=True).start()
+        collecting = threading.Thread(target=errors.extend, args=(reading,), daemon=True)
+        collecting.start()
         first = running.stdout.readline()
         found = re.fullmatch(r"serving tiny on (\S+)\n", first)
         assert found, (first, errors)
@@ -37,6 +39,7 @@ def program(
             yield running, found[1]
             running.send_signal(signal.SIGTERM)
             assert running.wait(60) == 0, errors
+            collecting.join(60)
             assert not [line for line in errors if "Traceback" in line], errors
         finally:
             running.kill()

@@ -82,7 +82,7 @@ def run_batch(
             note(f"{so_far.rows} of {count} lines")
 
     settings = read_settings(None, given)
-    settings.require_vectors()
+    settings.require_possible()
     if replicas is None:
         done = asyncio.run(run(lines, output, settings, told=told))
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -230,24 +229,23 @@ def serve(
         "ray_address": ray_address,
     }
     require_server()
+    from everystep.server.request_log import write_log
+    from everystep.server.serving import listening_socket
     from everystep.server.serving import serve as run
     from everystep.server.settings import read_settings
 
     given = {name: value for name, value in said.items() if value not in (None, [], {})}
     read = read_settings(settings, given)
     require_replicas(read.replicas, read.ray_address, read.max_replicas)
-    read.require_vectors()
-    read.book()
-    read.front()  # what is wrong with it is said before anything is loaded
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    if not is_terminal(sys.stderr):
-        logging.getLogger().setLevel(logging.WARNING)
-    note(f"loading {read.model if read.model != DEFAULT_MODEL else next(iter(read.sources()))}")
+    read.require_possible()
+    write_log(sys.stderr, as_json=not is_terminal(sys.stderr))
 
     def tell(address: str, name: str) -> None:
         write_line(_NEXT.format(address=address, model=name))
 
-    asyncio.run(run(read, tell))
+    with listening_socket(read) as listening:  # an address that others have is told at once
+        note(f"loading {read.model if read.model != DEFAULT_MODEL else next(iter(read.sources()))}")
+        asyncio.run(run(read, listening, tell))
 
 
 def require_server(command: str = "everystep serve") -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
-from everystep.errors import RequestError
+from everystep.errors import FileError, MissingFileError, RequestError
 from everystep.files.atomic import require_writable
 from everystep.server.messages import RecordTo
 
@@ -25,9 +25,17 @@ def digest_of(key: str) -> str:
 def key_lines(path: Path) -> Iterator[tuple[int, str, list[str]]]:
     """Yield the number of each line of a file of keys, its digest, and the words after that.
 
-    A digest is one in hexadecimal; `#` begins a comment. RequestError for a line without one.
+    A digest is one in hexadecimal; `#` begins a comment. RequestError for a line without one,
+    FileError for a file that cannot be read.
     """
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        do = "Write one with: printf %s KEY | sha256sum"
+        raise MissingFileError(f"there is no file of keys {path}", do=do) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"the file of keys {path} cannot be read", got=str(error)) from error
+    for number, line in enumerate(text.splitlines(), 1):
         if not (words := line.partition("#")[0].split()):
             continue
         digest = words[0].lower()

@@ -59,6 +59,7 @@ from everystep.server.messages import Begun, Failed, Likelihoods, Over, RowNews,
 from everystep.server.metrics import RequestWatch, ServerMetrics
 from everystep.server.pictures import shows_pictures
 from everystep.server.quotas import QuotaError
+from everystep.server.request_log import METHODS, UNKNOWN, RequestLog
 from everystep.server.responses_wire import KeptResponses, count_input_tokens
 from everystep.server.routes import (
     APPLY_TEMPLATE,
@@ -78,6 +79,8 @@ _OPEN = ("/health", "/ready", *PAGE_PATHS)
 """Routes that need no key."""
 
 
+_ANY = "/{rest:path}"
+"""The route of what has none."""
 _LOAD, _REPLICAS = "/v1/everystep/load", "/v1/everystep/replicas"
 _MOST_HELD = 512 << 20
 """Bytes of pictures that requests under way may hold together."""
@@ -107,17 +110,20 @@ class Front:
         self.application = Starlette(routes=self._routes(), middleware=self._shared())
 
     def _shared(self) -> list[Middleware]:
-        """Return what tells browsers that pages of the allowed origins may read answers."""
+        """Return what each request passes: the log, and what tells browsers that pages of the
+        allowed origins may read answers."""
+        logged = Middleware(RequestLog, often=(_LOAD, _REPLICAS))
         if not (allowed := self.settings.origins):
-            return []
+            return [logged]
         return [
+            logged,
             Middleware(
                 CORSMiddleware,
                 allow_origins=allowed,
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
                 expose_headers=["*"],
-            )
+            ),
         ]
 
     def _routes(self) -> list[Route]:
@@ -148,7 +154,7 @@ class Front:
             get(_LOAD, self._load),
             get(_REPLICAS, self._replicas),
             *(get(path, _page) for path in PAGE_PATHS),
-            Route("/{rest:path}", Responder(self, _nowhere), methods=[*_METHODS]),
+            Route(_ANY, Responder(self, _nowhere), methods=[*METHODS]),
         ]
 
     def _generating(self, service: GeneratingRoute) -> Route:
@@ -222,7 +228,7 @@ class Front:
         watch = RequestWatch(self.metrics, to.name, most, wanted.n)
 
         def over(usage: Usage) -> None:
-            self.count(to, usage.prompt, usage.cached, usage.completion)
+            self.count(exchange, to, usage)
             if trace is not None:
                 trace.answered(head.id, usage, watch.reasons, watch.first)
 
@@ -377,11 +383,14 @@ class Front:
                     do=do,
                 )
 
-    def count(self, to: Addressee, prompt: int, cached: int, completion: int) -> None:
+    def count(self, exchange: Exchange, to: Addressee, usage: Usage) -> None:
         """Count the tokens of an answer."""
-        self.metrics.count("prompt_tokens", to.name, prompt)
-        self.metrics.count("prompt_tokens_cached", to.name, cached)
-        self.metrics.count("generation_tokens", to.name, completion)
+        line = exchange.line
+        line.prompt_tokens, line.cached_tokens = usage.prompt, usage.cached
+        line.completion_tokens = usage.completion
+        self.metrics.count("prompt_tokens", to.name, usage.prompt)
+        self.metrics.count("prompt_tokens_cached", to.name, usage.cached)
+        self.metrics.count("generation_tokens", to.name, usage.completion)
 
     async def _read(
         self, exchange: Exchange, route: RouteTable
@@ -535,9 +544,6 @@ class Front:
         await exchange.answer({"version": __version__})
 
 
-_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD")
-
-
 async def _page(exchange: Exchange) -> None:
     await exchange.send(page_response(exchange.request.url.path))
 
@@ -577,7 +583,7 @@ class Responder:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(self._front.settings, self._form, scope, receive, send)
-        began = time.monotonic()
+        exchange.line.route = self._route_of(scope)
         self._front.open += 1
         try:
             await self._race(exchange)
@@ -589,12 +595,15 @@ class Responder:
         finally:
             self._front.open -= 1
             exchange.stop_listening()
-            seconds = time.monotonic() - began
+            exchange.line.status = exchange.status
             self._front.metrics.answers.labels(str(exchange.status)).inc()
-            path = exchange.request.url.path if exchange.status != 404 else "(unknown)"
-            often = path in (_LOAD, _REPLICAS)  # the page asks for these
-            level = logging.DEBUG if often else logging.INFO
-            log.log(level, "%s %s %s %.3fs", exchange.id, path, exchange.status, seconds)
+
+    def _route_of(self, scope: Scope) -> str:
+        """Return the route that this serves, as the log names it."""
+        for route in self._front.application.routes:
+            if isinstance(route, Route) and route.endpoint is self and route.path != _ANY:
+                return route.path_format
+        return UNKNOWN
 
     async def _race(self, exchange: Exchange) -> None:
         """Answer, and stop where the client goes first."""
@@ -624,7 +633,7 @@ class Responder:
     def _admit(self, exchange: Exchange) -> None:
         settings, headers = self._front.settings, exchange.request.headers
         if (inside := exchange.request.scope.get(INSIDE)) is not None:
-            exchange.caller = inside
+            exchange.caller, exchange.line.batch = inside, inside.background
             return
         if not settings.hosts.accepts(headers.get("host", "")):
             raise HttpError(

@@ -22,6 +22,7 @@ from everystep.errors import EverystepError, RequestError
 from everystep.server.access import Hosts, Keys, RecordFolder
 from everystep.server.asking import Caller
 from everystep.server.fields import Json
+from everystep.server.request_log import LINE, RequestLine
 from everystep.server.routes import RouteTable
 from everystep.server.tracing import Tracing
 
@@ -156,6 +157,8 @@ class Exchange:
         self.request = Request(scope)
         self.form = form
         self.id = secrets.token_hex(12)
+        self.line: RequestLine = scope.get(LINE) or RequestLine()
+        self.line.request_id = self.id
         self.caller = Caller()
         self.status = 0
         self.is_long = False
@@ -269,7 +272,7 @@ class Exchange:
             if not self.status or isinstance(caught, Gone):
                 raise
             error = caught if isinstance(caught, HttpError) else defect(caught, self.id)
-            log.warning("%s: the stream ends with an error: %s", self.id, error)
+            self.line.ended_with = error.status
             self.place(error)
             last = self.form.last
             told = b"" if last is None else self.form.event(last(error, self.id))

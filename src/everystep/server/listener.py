@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from everystep.server.exchange import FrontSettings, HttpError, error_body
+from everystep.server.request_log import RequestLine
 
 _BACKLOG = 512
 """Connections that wait to be taken, at most."""
@@ -139,6 +140,7 @@ class Doorkeeper(asyncio.Protocol):
         body = msgspec.json.encode(error_body(error))
         head = f"HTTP/1.1 {error.status} {_PHRASES[error.status]}\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        RequestLine(status=error.status).write()
         self._transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
         self._transport.close()
 

@@ -47,10 +47,13 @@ def mooring_of(settings: ServeSettings) -> ProcessMooring:
     return ProcessMooring(orders, "everystep.server.ray.fan_process", patience)
 
 
-async def serve(settings: ServeSettings, tell: Callable[[str, str], None]) -> None:
+async def serve(
+    settings: ServeSettings, listening: socket.socket, tell: Callable[[str, str], None]
+) -> None:
     """Serve until SIGTERM or SIGINT, then take nothing new, wait for what is under way, and end.
 
-    `tell`: called with the address and the first model's name once requests are taken.
+    `listening`: the socket of `listening_socket`, which is closed at the end. `tell`: called with
+    the address and the first model's name once requests are taken.
     """
     front_settings = replace(settings.front(), tracing=settings.tracing())
     sources, pictures = settings.sources(), settings.pictures()
@@ -58,7 +61,6 @@ async def serve(settings: ServeSettings, tell: Callable[[str, str], None]) -> No
         name: await asyncio.to_thread(front_model, source, pictures, offline=settings.offline)
         for name, source in sources.items()
     }
-    listening = listening_socket(settings)
     link = EngineLink(
         mooring_of(settings),
         settings.queue(),

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from everystep.adapters import read_vectors
+from everystep.adapters import adapter_contents, read_vectors
 from everystep.config import chat_defaults_of
 from everystep.errors import (
     FormatError,
@@ -64,7 +64,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     adapters: dict[str, str] = {}
     steer: dict[str, str] = {}
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
     uds: str | None = None
     tls_certificate: str | None = None
     tls_key: str | None = None
@@ -129,10 +129,19 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
             max_positions=self.max_positions,
         )
 
-    def require_vectors(self) -> None:
-        """Raise MissingFileError, FormatError or RequestError for a file without vectors by layer.
-        Files of replicas on a cluster are not judged, since they are on its nodes."""
-        for file in self.steer.values() if self.ray_address is None else ():
+    def require_possible(self) -> None:
+        """Raise an error for whatever is wrong before a model is asked: a public address without a
+        key, bounds, files of keys, adapters and vectors. Files of replicas on a cluster are not
+        judged, since they are on its nodes."""
+        self.front()
+        self.book()
+        self.pictures()
+        self.beside()
+        if self.ray_address is not None:
+            return
+        for folder in self.adapters.values():
+            adapter_contents(folder)
+        for file in self.steer.values():
             read_vectors(Path(file))
 
     def queue(self) -> QueueLimits:

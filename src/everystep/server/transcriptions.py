@@ -18,6 +18,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from everystep.errors import FormatError, OversizeError, RequestError, UnsupportedError
+from everystep.server.answering import Usage
 from everystep.server.application import Front, Responder
 from everystep.server.asking import Addressee, addressee
 from everystep.server.exchange import Exchange, HttpError
@@ -71,7 +72,7 @@ class TranscriptionRoutes:
         with front.holding(sound.samples.nbytes):
             ask = await asyncio.to_thread(_ask, given, to, sound, front.link.next_number())
             heard = await self._heard(ask, front.place(len(ask.prompt), "hear"))
-        front.count(to, 0, 0, sum(len(one.tokens) for one in heard.parts))
+        front.count(exchange, to, Usage(0, sum(len(one.tokens) for one in heard.parts)))
         await _answer(exchange, given, heard, sound.seconds)
 
     def _addressee(self, name: str | None) -> Addressee:

@@ -72,7 +72,7 @@ class Mailbox:
         self.names: dict[str, str] = {}  # as the engine calls a request -> as its owner does
         moments = (one.deadline for one in self.requests if one.deadline is not None)
         self.deadline = min(moments, default=None)
-        self.began = moment()
+        self.began = 0.0
         self.opened: float | None = None
         self.ended: float | None = None
 

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -119,3 +120,96 @@ def test_a_server_starts_answers_drains_and_ends(tmp_path: Path) -> None:
         while program.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         assert program.returncode == 0
+
+
+def test_a_server_of_models_and_an_adapter_with_a_key_drains_and_is_ended(tmp_path: Path) -> None:
+    wanted, options = _models_of_three(tmp_path), ("--api-key", "open sesame", "--threads", "1")
+    command = everystep("serve", *_options_of_three(tmp_path), "--port", "0", *options)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(command, **pipes) as program:
+        assert program.stdout is not None
+        said = program.stdout.readline()
+        while not said.endswith("Ctrl-C ends it\n") and program.poll() is None:
+            said += program.stdout.readline()
+        found = re.match(r"serving tiny on (http://127\.0\.0\.1:\d+)\n", said)
+        assert found, said
+        address = found[1]
+        key = {"Authorization": "Bearer open sesame"}
+        with httpx.Client(base_url=address, timeout=60) as client:
+            _ask_as_printed(client, said, address)
+            for opened in ({}, {"Authorization": "Bearer KEY"}, {"X-Api-Key": "open sesame2"}):
+                for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere"):
+                    assert client.get(path, headers=opened).status_code == 401, (path, opened)
+                asked = {"prompt": "hello", "max_tokens": 1}
+                answer = client.post("/v1/completions", json=asked, headers=opened)
+                assert answer.status_code == 401
+            assert client.get("/v1/models", headers={"X-Api-Key": "open sesame"}).is_success
+            for name, text in wanted.items():
+                asked = {"prompt": "hello", "max_tokens": 12, "model": name}
+                answer = client.post("/v1/completions", json=asked, headers=key)
+                told = answer.json()
+                assert (told["model"], told["choices"][0]["text"]) == (name, text)
+            asked = {"prompt": "hello", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+            with client.stream("POST", "/v1/completions", json=asked, headers=key) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                assert client.get("/ready").status_code == 200
+                program.send_signal(signal.SIGTERM)
+                deadline = time.monotonic() + 60
+                while client.get("/ready").status_code == 200 and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                assert client.get("/ready").status_code == 503
+                assert client.get("/health").status_code == 200, "what is under way goes on"
+                asked = {"prompt": "hello", "max_tokens": 1}
+                refused = client.post("/v1/completions", json=asked, headers=key)
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+                assert refused.json()["error"]["code"] == "draining"
+                assert all(next(lines) is not None for _ in range(10)) and program.poll() is None
+                program.send_signal(signal.SIGTERM)
+                with pytest.raises(httpx.RemoteProtocolError):
+                    assert "data: [DONE]" not in [*lines]
+        assert program.wait(60) == -signal.SIGTERM
+
+
+def _models_of_three(folder: Path) -> dict[str, str]:
+    """Write two models and an adapter of the first; what each says, by the name it is served by."""
+    models = [tiny_llama(seed, vocab_size=320, max_position_embeddings=4096) for seed in (0, 1)]
+    for model, name in zip(models, ("tiny", "other"), strict=True):
+        model.save_pretrained(folder / name)
+        tiny_tokenizer(320).save_pretrained(folder / name)
+    first, tokenizer = es.load(folder / "tiny")
+    adapter = first.add_adapter("made", es.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for one in adapter.parameters():
+            one.copy_(torch.randn(one.shape, generator=generator, dtype=one.dtype) * 0.5)
+    first.save_adapter(folder / "adapter", "made")
+    found = {
+        "tiny": es.generate(first, tokenizer, "hello", max_new_tokens=12),
+        "poet": es.generate(first, tokenizer, "hello", max_new_tokens=12, adapter_names="made"),
+        "second": es.generate(*es.load(folder / "other"), "hello", max_new_tokens=12),
+    }
+    assert len(set(found.values())) == 3
+    return found
+
+
+def _options_of_three(folder: Path) -> list[str]:
+    """The options that serve these."""
+    named = ["--model", f"second={folder / 'other'}", "--adapter", f"poet={folder / 'adapter'}"]
+    return [str(folder / "tiny"), *named]
+
+
+def _ask_as_printed(client: httpx.Client, said: str, address: str) -> None:
+    """What is printed to type next works, once KEY is the key."""
+    typed = re.search(r"curl (\S+) -H '(.+): (.+)' \\\n\s+-H '(.+): (.+)' -d '(.+)'\n", said)
+    assert typed, said
+    url, kind, json_, name, value, body = typed.groups()
+    headers = {kind: json_, name: value.replace("KEY", "open sesame")}
+    assert url == f"{address}/v1/chat/completions"
+    answer = client.post(url, content=body, headers=headers)
+    assert answer.status_code == 200 and answer.json()["choices"], answer.text
+    (python,) = [one for one in said.splitlines() if "OpenAI(" in one]
+    assert python.strip() == f'client = OpenAI(base_url="{address}/v1", api_key="KEY")'
+    page, fields = re.findall(rf"{re.escape(address)}/\S*", said.splitlines()[-1])
+    assert client.get(page).headers["content-type"].startswith("text/html")
+    assert client.get(fields, headers={name: "Bearer open sesame"}).json()["openapi"]

@@ -208,6 +208,20 @@ def test_a_full_line_refuses_and_says_when_to_come_again() -> None:
         assert idle(server) and server.completion(**HELLO)
 
 
+def test_a_longer_line_is_to_be_waited_for_longer() -> None:
+    pauses = []
+    for prompts in (30, 90, 270):  # of which 16 rows have room for some
+        with served(queue=QueueLimits(requests=4)) as server:
+            body = {**LONG, "prompt": ["hello"] * prompts, "stream": True}
+            with server.client.stream("POST", "/v1/completions", json=body) as answer:
+                lines = answer.iter_lines()  # which ends the request when it is given up
+                next(lines)
+                refused = server.post("/v1/completions", **HELLO)
+            assert refused.status_code == 429, refused.text
+            pauses.append(int(refused.headers["retry-after"]))
+    assert pauses[0] < pauses[1] < pauses[2] <= 60, pauses
+
+
 def test_clients_that_go_away_free_their_rows(server: Served) -> None:
     for stream in (True, False):
         body = json.dumps({**LONG, "stream": stream}).encode()

@@ -19,10 +19,10 @@ from everystep.files.sources import DEFAULT_MODEL
 _NEXT = """serving {model} on {address}
 
   curl {address}/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{{"messages": [{{"role": "user", "content": "Name a colour."}}]}}'
+    {header}-d '{{"messages": [{{"role": "user", "content": "Name a colour."}}]}}'
 
   from openai import OpenAI
-  client = OpenAI(base_url="{address}/v1", api_key="none")
+  client = OpenAI(base_url="{address}/v1", api_key="{key}")
 
   a page to talk on: {address}/ - every field: {address}/openapi.json - Ctrl-C ends it"""
 
@@ -241,7 +241,9 @@ def serve(
     write_log(sys.stderr, as_json=not is_terminal(sys.stderr))
 
     def tell(address: str, name: str) -> None:
-        write_line(_NEXT.format(address=address, model=name))
+        key = "KEY" if read.has_keys else "none"
+        header = "-H 'Authorization: Bearer KEY' " if read.has_keys else ""
+        write_line(_NEXT.format(address=address, model=name, header=header, key=key))
 
     with listening_socket(read) as listening:  # an address that others have is told at once
         note(f"loading {read.model if read.model != DEFAULT_MODEL else next(iter(read.sources()))}")

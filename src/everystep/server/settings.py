@@ -107,6 +107,11 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     ray_address: str | None = None
     ray_application: str | None = None
 
+    @property
+    def has_keys(self) -> bool:
+        """True if the server opens to keys alone."""
+        return bool(self.api_keys or self.key_files)
+
     def sources(self) -> dict[str, str]:
         """Return what is served, by name: the model first, by the last part of its source."""
         if self.models and self.model == DEFAULT_MODEL:

@@ -20,6 +20,7 @@ from everystep.strategies import Beam, Greedy, base
 from everystep.testing.models import tiny_llama
 from tests.cli.running import Caller
 from tests.cli.tiny_model import write_tiny_model
+from tests.distributions import distribution
 from tests.docs.test_documents import blocks
 from tests.reading import ROOT
 
@@ -233,13 +234,10 @@ def test_names_stand_for_fields(model: LanguageModel) -> None:
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The guide's file as a distribution, as an installer leaves it."""
-    (tmp_path / "where_unsure.py").write_text(blocks(GUIDE, "python")[0].text)
-    about = tmp_path / "where_unsure-0.1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: where-unsure\nVersion: 0.1\n")
     section = blocks(GUIDE, "toml")[0].text.partition('."everystep.strategies"]\n')[2]
-    entry = section.replace('"', "")
-    (about / "entry_points.txt").write_text(f"[everystep.strategies]\n{entry}")
+    name, _, value = section.replace('"', "").strip().partition(" = ")
+    source = blocks(GUIDE, "python")[0].text
+    distribution(tmp_path, "where_unsure", source, {"everystep.strategies": {name: value}})
     monkeypatch.syspath_prepend(tmp_path)
 
 

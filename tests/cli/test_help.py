@@ -99,7 +99,8 @@ def test_options_for_keywords_say_what_the_table_says() -> None:
     found = {one.name: one for name in ("generate", "chat") for one in commands[name].params}
     own = {name for name, option in OPTIONS.items() if option.meaning is not None}
     assert {name for name in found if name in KEYWORDS} <= OPTIONS.keys() <= found.keys()
-    assert own == {"strategy", "strategy_option"}
+    kinds = ("strategy", "processor", "hook")
+    assert own == {*kinds, *(f"{kind}_option" for kind in kinds)}
     for name in OPTIONS.keys() - own:
         assert found[name].help.startswith(KEYWORDS[keyword_of(name)].line)
 

@@ -44,6 +44,8 @@ OTHER: Mapping[str, Body] = {
     "steer": {"steer": {"1": [4.0, -4.0] * 16}},
     "strategy": {"strategy": "beam"},
     "strategy_options": {"strategy_options": {"n": 3}, "strategy": "nth_best"},
+    "logits_processor": {"logits_processor": [{"name": "favour", "options": {"by": 50.0}}]},
+    "hooks": {"hooks": [{"name": "insert", "options": {"ids": [101, 102]}}]},
     "cache_salt": {"cache_salt": "a"},
     "negative_prompt": {"negative_prompt": "of the", "guidance_scale": 1.5},
     "max_time": {"max_time": 60.0},

@@ -14,6 +14,7 @@ from everystep.server.host import HostedModel
 from everystep.server.link import EngineLink, ThreadMooring
 from everystep.server.local import listening
 from everystep.server.routes import COMPLETIONS
+from tests.distributions import own_stages
 from tests.server.pairs import (
     BASE,
     PROMPT,
@@ -41,8 +42,11 @@ CHOSEN = (
     ("prompt_logprobs", "stream"),
     ("token_healing", "prompt_logprobs"),
     ("stream", "echo"),
+    ("strategy_options", "hooks"),
+    ("logits_processor", "num_beams"),
+    ("hooks", "stream"),
 )
-"""Pairs that servers are known to get wrong."""
+"""Pairs that servers are known to get wrong, and those of what the operator has installed."""
 
 
 @contextmanager
@@ -61,8 +65,18 @@ def served_with_adapter() -> Iterator[Served]:
             yield one
 
 
+@pytest.fixture(scope="module", autouse=True)
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Processors and hooks that the operator has."""
+    folder = tmp_path_factory.mktemp("installed")
+    own_stages(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
+def server(installed: None) -> Iterator[Served]:
     with served_with_adapter() as one:
         yield one
 

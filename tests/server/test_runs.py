@@ -293,7 +293,8 @@ def test_more_of_a_search_and_a_conversation(server: Served) -> None:
         ({"prompt": "x", "stream": True}, "stream has no place in a run"),
         ({"prompt": "x", "tools": [{}]}, "tools has no place in a run"),
         ({"prompt": "x", "max_token": 3}, "max_tokens"),
-        ({"prompt": "x", "logits_processor": ["a"]}, "is code"),
+        ({"prompt": "x", "stopping_criteria": ["a"]}, "is code"),
+        ({"prompt": "x", "logits_processor": ["a"]}, "names a processor that there is not"),
         ({"prompt": [400]}, "beyond the vocabulary"),
         ({"prompt": "x", "add_generation_prompt": False}, "no effect"),
         ({"prompt": "x", "max_tokens": 10_000}, "longer than the model's context"),
@@ -314,7 +315,8 @@ def test_what_cannot_be_done(server: Served) -> None:
             ("send", {"ids": [99999]}, "no ids to send"),
             ("edit", {"ids": [5]}, "position is missing"),
             ("more", {}, "only a beam search"),
-            ("set", {"hooks": []}, "no field"),
+            ("set", {"hooks": []}, "cannot change while a run is under way"),
+            ("set", {"tools": []}, "no field"),
         ):
             answer = server.post(f"{RUNS}/{id}/{verb}", **body)
             assert answer.status_code == 400 and said in answer.text, (verb, answer.text)

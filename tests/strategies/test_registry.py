@@ -23,6 +23,7 @@ from everystep.strategies import (
 )
 from everystep.testing.hash_model import HashExecutor
 from everystep.types import Prompt, Request
+from tests.distributions import distribution
 from tests.executors.requests import REQUESTS, ids, request
 from tests.judges.drive import run_scheduled, run_together
 from tests.judges.mixes import Schedule
@@ -75,18 +76,10 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, type]]:
     yield base._REGISTERED
 
 
-def distribution(folder: Path, module: str, entries: str) -> None:
-    """A distribution as an installer leaves it: a module, and beside it what names its strategy."""
-    (folder / f"{module}.py").write_text(SECOND_BEST)
-    about = folder / f"{module}-0.1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 0.1\n")
-    (about / "entry_points.txt").write_text(f"[everystep.strategies]\n{entries}\n")
-
-
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    distribution(tmp_path, "everystep_nth_best", f"{FOUND} = everystep_nth_best:Nth")
+    groups = {"everystep.strategies": {FOUND: "everystep_nth_best:Nth"}}
+    distribution(tmp_path, "everystep_nth_best", SECOND_BEST, groups)
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -157,7 +150,8 @@ def test_it_is_gone_where_it_is_not_installed() -> None:
 def test_an_installed_one_takes_no_name_of_the_librarys_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    distribution(tmp_path, "everystep_taken", "greedy = everystep_taken:Nth")
+    groups = {"everystep.strategies": {"greedy": "everystep_taken:Nth"}}
+    distribution(tmp_path, "everystep_taken", SECOND_BEST, groups)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RequestError, match=r"called 'greedy'.*Greedy and Nth"):
         strategy_named("greedy")

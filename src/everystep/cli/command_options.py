@@ -24,6 +24,7 @@ import typer
 from everystep.cli.terminal import note
 from everystep.cli.user_input import read_text
 from everystep.config import FIELDS, GenerationConfig, merge_configs
+from everystep.config.installed import HOOKS, PROCESSORS, EntryGroup
 from everystep.config.named_strategies import NAMED, is_named, with_named
 from everystep.errors import RequestError, shown
 from everystep.requests.door import KEYWORDS
@@ -65,6 +66,8 @@ _LENGTH = "Length, search and penalties"
 _DRAFTING = "Speculation: the same answer, sooner"
 _FOLLOWING = "Structured output; one of these"
 _MADE_WITH = KEYWORDS["strategy_options"].line
+_OPTION = "What the {0} of this name is made with."
+_INSTALLED = {"processor": PROCESSORS, "hook": HOOKS}
 _KINDS = {"bool": bool, "int": int, "float": float}
 
 OPTIONS = {
@@ -73,6 +76,22 @@ OPTIONS = {
         _LENGTH, "NAME", meaning=f"{', '.join(NAMED)}, or one from an installed package."
     ),
     "strategy_option": Option(_LENGTH, "NAME=VALUE", repeats=True, meaning=_MADE_WITH),
+    **{
+        noun: Option(
+            _LENGTH,
+            "NAME",
+            group.keyword,
+            repeats=True,
+            meaning=f"The {noun} of this name, from an installed package.",
+        )
+        for noun, group in _INSTALLED.items()
+    },
+    **{
+        f"{noun}_option": Option(
+            _LENGTH, "NAME.OPTION=VALUE", repeats=True, meaning=_OPTION.format(noun)
+        )
+        for noun in _INSTALLED
+    },
     "do_sample": Option(_SAMPLING, None),
     "temperature": Option(_SAMPLING, "T"),
     "top_k": Option(_SAMPLING, "K"),
@@ -176,7 +195,10 @@ def decoding(said: Mapping[str, Any]) -> dict[str, Any]:
     strategy = given.pop("strategy", None)
     own = _own_strategy(strategy, given.pop("strategy_option", None))
     with spelled_as_typed(map(keyword_of, chosen)):
-        if strategy is not None and not own:
+        for noun, group in _INSTALLED.items():
+            options = given.pop(f"{noun}_option", ())
+            own |= _installed(group, given.pop(group.keyword, ()), options)
+        if strategy is not None and "strategy" not in own:
             given = with_named(strategy, given)
         given = judged(given)
     return own | given
@@ -273,7 +295,8 @@ def _own_strategy(name: str | None, options: Sequence[str] | None) -> dict[str, 
         from everystep.requests.strategies import require_known
 
         require_known(name)
-        return {"strategy": name, "strategy_options": dict(map(_read_option, options or ()))}
+        read = partial(_read_option, "--strategy-option")
+        return {"strategy": name, "strategy_options": dict(map(read, options or ()))}
     if options:
         raise RequestError(
             "--strategy-option is for a strategy of another package",
@@ -283,11 +306,37 @@ def _own_strategy(name: str | None, options: Sequence[str] | None) -> dict[str, 
     return {}
 
 
-def _read_option(text: str) -> tuple[str, Any]:
+def _installed(group: EntryGroup, names: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
+    """Return the argument of `generate()` for processors or hooks of installed packages; none
+    without any.
+
+    Raise UnknownArgumentError, which lists all there are, if there is none of a name, and
+    RequestError for options that are spelled wrong, or that belong to none of the names.
+    """
+    typed = f"--{group.noun}-option"
+    found: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for text in options:
+        name, dot, _ = text.partition("=")[0].rpartition(".")
+        if not dot or name not in found:
+            raise RequestError(
+                f"{typed} belongs to no {group.noun} of the command",
+                wanted=" or ".join(f"{one}.OPTION=VALUE" for one in found)
+                or f"--{group.noun} NAME with it",
+                got=text,
+            )
+        option, value = _read_option(typed, text.removeprefix(f"{name}."))
+        found[name][option] = value
+    if not names:
+        return {}
+    group.require_known(names)
+    return {group.keyword: [{"name": name, "options": found[name]} for name in names]}
+
+
+def _read_option(typed: str, text: str) -> tuple[str, Any]:
     """Return the name and the value of NAME=VALUE: a value of JSON, else the text itself."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        raise RequestError("--strategy-option is spelled wrong", wanted="NAME=VALUE", got=text)
+        raise RequestError(f"{typed} is spelled wrong", wanted="NAME=VALUE", got=text)
     try:
         return name, json.loads(value)
     except ValueError:

@@ -16,6 +16,7 @@ import typer
 from everystep.cli.command_options import CacheDtype, Dtype, Rounding
 from everystep.cli.models import WrittenFormat
 from everystep.cli.terminal import write_line
+from everystep.config.installed import HOOKS, PROCESSORS
 from everystep.config.named_strategies import NAMED
 from everystep.files.hub import cached_repositories
 from everystep.files.sources import KNOWN_MODELS, cached_models
@@ -104,6 +105,8 @@ VALUES: Mapping[str, Callable[[], Iterable[str]]] = {
     "format": lambda: WrittenFormat,
     "device": lambda: ("cpu", "cuda"),
     "strategy": lambda: NAMED,
+    "processor": PROCESSORS.names,
+    "hook": HOOKS.names,
     "model": _models,
     "assistant": _models,
     "source": _models,

@@ -127,8 +127,8 @@ class HeldScores:
             ):
                 return own
         row = self.row(number)
-        ids = best_of(row, count)
-        found: list[int] = ids[row[ids] != -np.inf].tolist()
+        best = best_of(row, count)
+        found: list[int] = best[row[best] != -np.inf].tolist()
         return found
 
     def values(self, number: int, ids: list[int]) -> list[float]:

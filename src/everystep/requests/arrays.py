@@ -16,6 +16,7 @@ from torch import Tensor
 
 from everystep.adapters import Mix
 from everystep.bridge.foreign import NOBODY
+from everystep.config.installed import HOOKS, PROCESSORS
 from everystep.config.kinds import is_number
 from everystep.errors import RequestError, shown
 from everystep.executors.positions import require_positions
@@ -264,16 +265,18 @@ def require(name: str, value: object, *methods: str) -> Any:
     )
 
 
-def read_functions(name: str, value: object) -> tuple[Callable[..., object], ...]:
-    """Return the functions in a list, none without it; RequestError for anything else."""
+def read_processors(value: object) -> tuple[Callable[..., object], ...]:
+    """Return the processors in a list, in the place of names those of installed packages; none
+    without it. RequestError for anything else."""
     listed = () if value is None else value
-    if isinstance(listed, list | tuple) and all(map(callable, listed)):
-        return tuple(listed)
+    found = PROCESSORS.replaced(listed) if isinstance(listed, list | tuple) else None
+    if found is not None and all(map(callable, found)):
+        return tuple(one for one in found if callable(one))
     raise RequestError(
-        f"{name} is not a list of functions",
-        wanted="a list of callables of (input_ids, scores)",
-        got=shown(_stranger(listed, callable)),
-        do=f"Pass {name}=[...] with an object that can be called",
+        "logits_processor is not a list of functions",
+        wanted="a list of callables of (input_ids, scores), or of names of installed ones",
+        got=shown(_stranger(found or listed, callable)),
+        do="Pass logits_processor=[...] with an object that can be called",
     )
 
 
@@ -285,14 +288,17 @@ def read_text(name: str, value: object) -> str | None:
 
 
 def read_hooks(value: object) -> tuple[Hook, ...]:
-    """Return the hooks in a list, none without it; RequestError for anything else."""
+    """Return the hooks in a list, in the place of names those of installed packages; none without
+    it. RequestError for anything else."""
     listed = () if value is None else value
-    if isinstance(listed, list | tuple) and all(map(_is_hook, listed)):
-        return tuple(listed)
+    found: Any = HOOKS.replaced(listed) if isinstance(listed, list | tuple) else None
+    if found is not None and all(map(_is_hook, found)):
+        return tuple(found)
     raise RequestError(
         "hooks is not a list of hooks",
-        wanted="a list of objects of classes that derive from everystep.Hook",
-        got=shown(_stranger(listed, _is_hook)),
+        wanted="a list of objects of classes that derive from everystep.Hook, or of names of "
+        "installed ones",
+        got=shown(_stranger(found or listed, _is_hook)),
         do="Pass hooks=[MyHook()]",
     )
 

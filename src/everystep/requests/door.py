@@ -84,8 +84,8 @@ class Objects:
 
     generation_config: object = keyword("object", "Values for all that the call does not set.")
     logits_processor: object = keyword(
-        "Sequence[Callable[..., object]] | None",
-        "Functions of (input_ids, scores) that change the scores.",
+        "Sequence[Callable[..., object] | str | Mapping[str, object]] | None",
+        "Functions of (input_ids, scores) that change the scores, or names of installed ones.",
     )
     stopping_criteria: object = keyword(
         "Sequence[Callable[..., object]] | None",
@@ -110,7 +110,10 @@ class Objects:
     prefix: object = keyword(
         "Prefix | None", "What `es.prefill` made: every prompt goes on from it."
     )
-    hooks: object = keyword("Sequence[Hook] | None", "What sees every step and adds to it.")
+    hooks: object = keyword(
+        "Sequence[Hook | str | Mapping[str, object]] | None",
+        "What sees every step and adds to it, or names of installed ones.",
+    )
     adapter_names: object = keyword(
         "str | Sequence[str | None] | None",
         "The adapter that the model runs with, by the name it was loaded under, or one per row.",

@@ -36,8 +36,8 @@ class CallOptions(FieldOptions, total=False):
     """The same for every token of the prompt."""
     prefix: Prefix | None
     """What `es.prefill` made: every prompt goes on from it."""
-    hooks: Sequence[Hook] | None
-    """What sees every step and adds to it."""
+    hooks: Sequence[Hook | str | Mapping[str, object]] | None
+    """What sees every step and adds to it, or names of installed ones."""
     adapter_names: str | Sequence[str | None] | None
     """The adapter that the model runs with, by the name it was loaded under, or one per row."""
     adapters: Mapping[str, float] | Sequence[Mapping[str, float] | str | None] | None
@@ -86,8 +86,8 @@ class ResultOptions(ConfigOptions, total=False):
 class ObjectOptions(CallOptions, total=False):
     """Objects of the caller's that every call takes; `model.generate` spells them out."""
 
-    logits_processor: Sequence[Callable[..., object]] | None
-    """Functions of (input_ids, scores) that change the scores."""
+    logits_processor: Sequence[Callable[..., object] | str | Mapping[str, object]] | None
+    """Functions of (input_ids, scores) that change the scores, or names of installed ones."""
     stopping_criteria: Sequence[Callable[..., object]] | None
     """Functions of (input_ids, scores) that say whether a sequence ends."""
     prefix_allowed_tokens_fn: Callable[[int, Tensor], object] | None

@@ -11,7 +11,7 @@ from everystep.errors import RequestError, shown
 from everystep.processors.grammars.source import KINDS
 from everystep.records import record_writer
 from everystep.requests.absent import REFUSED_FIELDS, refuse_fields
-from everystep.requests.arrays import read_adapters, read_functions, read_hooks, read_text, require
+from everystep.requests.arrays import read_adapters, read_hooks, read_processors, read_text, require
 from everystep.requests.door import NO_OBJECTS, Arguments, Objects
 from everystep.requests.drafts import OF_DRAFTING, draft_notices, read_sources
 from everystep.requests.grammars import read_allowed, read_grammar
@@ -139,7 +139,7 @@ def _read_steering(
 ) -> Steering:
     asked = {kind: getattr(objects, kind) for kind in KINDS}
     prefix_allowed = objects.prefix_allowed_tokens_fn
-    processors = read_functions("logits_processor", objects.logits_processor)
+    processors = read_processors(objects.logits_processor)
     require_groups(processors, int(fields.num_beam_groups or 1))
     return Steering(
         processors,

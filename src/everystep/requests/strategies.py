@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from everystep.config import FIELDS, Effective
+from everystep.config.installed import made
 from everystep.config.kinds import FLAG, MOST_ROWS, ROWS, SIZE, is_integer, require
 from everystep.config.named_strategies import is_named, unknown_strategy
 from everystep.errors import RequestError, shown
@@ -122,16 +123,7 @@ def _made(name: str, options: object) -> Strategy:
         wanted, got = "a mapping of names to values", shown(options)
         raise RequestError("strategy_options is of another kind", wanted=wanted, got=got)
     kind = strategy_named(name)
-    try:
-        made = kind(**options)
-    except TypeError as error:
-        raise RequestError(
-            f"the strategy {name!r} cannot be made with these options",
-            wanted="the fields of its class",
-            got=error,
-            do="Pass others as strategy_options",
-        ) from error
-    return _required(made)
+    return _required(made("strategy", name, kind, options, given="strategy_options"))
 
 
 def _require_members(value: Any) -> None:

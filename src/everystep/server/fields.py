@@ -156,6 +156,35 @@ STEER = WireKind(
     },
     _is_steering,
 )
+_STAGE_NAME = text(100, 1)
+
+
+def _is_stage(value: Json) -> bool:
+    """Return whether this is a name, or an object of a name and options."""
+    if not isinstance(value, dict):
+        return _STAGE_NAME.accepts(value)
+    fits = value.keys() <= {"name", "options"} and _STAGE_NAME.accepts(value.get("name"))
+    return fits and isinstance(value.get("options", {}), dict)
+
+
+STAGES = listed(
+    WireKind(
+        "a name, or an object with name and options",
+        {
+            "anyOf": [
+                _STAGE_NAME.schema,
+                {
+                    "type": "object",
+                    "properties": {"name": _STAGE_NAME.schema, "options": {"type": "object"}},
+                    "required": ["name"],
+                    "additionalProperties": False,
+                },
+            ]
+        },
+        _is_stage,
+    ),
+    16,
+)
 STOP = either(text(256, 1), listed(text(256, 1), 16, 1))
 
 
@@ -163,10 +192,9 @@ STOP = either(text(256, 1), listed(text(256, 1), 16, 1))
 
 NOT_ON_THE_WIRE: Mapping[str, str] = {
     **dict.fromkeys(
-        ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "hooks"),
+        ("stopping_criteria", "prefix_allowed_tokens_fn", "majority", "scorer"),
         "is code, and no code comes from a request",
     ),
-    **dict.fromkeys(("majority", "scorer"), "is code, and no code comes from a request"),
     **dict.fromkeys(("constraints", "generation_config", "prefix"), "is an object of Python"),
     **dict.fromkeys(
         ("amateur_model", "assistant_model", "assistant_tokenizer", "draft_corpus"),
@@ -215,6 +243,8 @@ _OWN: Mapping[str, WireKind] = {
     "steer": STEER,
     "strategy": text(100, 1),
     "strategy_options": MAPPING,
+    "logits_processor": STAGES,
+    "hooks": STAGES,
     "add_generation_prompt": FLAG,
     "cache_salt": text(128, 1),
     "timeout": number(0.001, 86400.0),
@@ -229,7 +259,10 @@ _OWN: Mapping[str, WireKind] = {
 }
 """Kinds of keywords that are bounded here, or that are no fields of a configuration."""
 
+_STAGE = '`"name"` or `{"name": "name", "options": {"argument": 1}}`'
 _LINES: Mapping[str, str] = {
+    "logits_processor": f"Processors that the operator has installed, each {_STAGE}.",
+    "hooks": f"Hooks that the operator has installed, each {_STAGE}.",
     "steer": 'Vectors that are added to the hidden states after layers, `{"12": [0.5, -1]}`, or '
     "the name of vectors that the server was started with.",
 }

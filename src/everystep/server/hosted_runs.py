@@ -255,6 +255,8 @@ def require_askable(read: RunState) -> None:
             if name == "steer":
                 require_bounded(value)
             field = known[name]
+            if name in ("logits_processor", "hooks") and isinstance(value, list | tuple):
+                field.read([*value])
             if isinstance(value, int | float | str):  # the bounds that requests have
                 field.read(value)
 

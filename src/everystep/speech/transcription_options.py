@@ -14,6 +14,7 @@ from everystep.config import GenerationConfig
 from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.models import Model
 from everystep.records import record_writer
+from everystep.requests.arrays import read_processors
 from everystep.requests.door import Arguments, OfSpeech
 from everystep.requests.subject import Subject
 from everystep.speech.prefix import Said, SpeechTokens, read_tokens
@@ -110,7 +111,7 @@ def read_speech(model: Subject, given: Arguments) -> Speech:
         previous = suppressed[-2]  # as in transformers, of older files
     kept = said("pad_token_id")
     rest = {name: one for name, one in prompt.named.items() if name != "input_features"}
-    processors: Any = given.objects.logits_processor
+    processors = read_processors(given.objects.logits_processor)
     if (record := given.objects.record) is not None:
         record = record_writer(record)  # one for all windows
     return Speech(
@@ -140,7 +141,7 @@ def read_speech(model: Subject, given: Arguments) -> Speech:
         first_stamp=(tokens.no_timestamps or model.vocab_size) + 1,
         returns_segments=bool(own.return_segments),
         returns_output=bool(said("return_dict_in_generate")),
-        processors=tuple(processors or ()),
+        processors=processors,
         rest=replace(
             given,
             fields={name: one for name, one in given.fields.items() if name not in _CHOSEN},

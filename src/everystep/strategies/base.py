@@ -8,16 +8,15 @@ by `@strategy("name")` where it is defined, or named as an entry point of the gr
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import TypeVar
 
+from everystep.config.installed import STRATEGIES
 from everystep.errors import RequestError, UnknownArgumentError, nearest
 from everystep.types import FinishReason
 from everystep.types.protocols import Reads
 from everystep.types.request import Batch, DecidesLate, Strategy
 
 __all__ = [
-    "ENTRY_POINTS",
     "Batch",
     "DecidesLate",
     "Reads",
@@ -29,7 +28,6 @@ __all__ = [
     "undrawable",
 ]
 
-ENTRY_POINTS = "everystep.strategies"
 S = TypeVar("S", bound=type)
 
 _REGISTERED: dict[str, type] = {}
@@ -54,7 +52,7 @@ def strategy(name: str) -> Callable[[S], S]:
 
 def strategy_names() -> tuple[str, ...]:
     """Return every name under which a strategy is found, those of other packages included."""
-    return tuple(sorted({*_REGISTERED, *(one.name for one in entry_points(group=ENTRY_POINTS))}))
+    return tuple(sorted({*_REGISTERED, *STRATEGIES.names()}))
 
 
 def strategy_named(name: str) -> type:
@@ -62,7 +60,7 @@ def strategy_named(name: str) -> type:
 
     Raise UnknownArgumentError if there is none, RequestError if there are two.
     """
-    installed = [found.load() for found in entry_points(group=ENTRY_POINTS, name=name)]
+    installed = STRATEGIES.loaded(name)
     kinds = [_REGISTERED[name], *installed] if name in _REGISTERED else installed
     if kinds:
         _require_one(name, kinds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,55 @@ def test_the_way_of_a_beam_is_followed(beams: dict[str, int], tmp_path: Path) ->
     assert len(paths.ended) >= 2 and sum("returned" in line for line in lines) == 2
     leaves = [line for line in lines if line.endswith("]")]
     assert len(leaves) == sum("dropped" in line or "length" in line for line in leaves)
+
+
+@pytest.mark.parametrize("power", [1.0, 0.5, -0.5])
+def test_a_hypothesis_that_ended_has_its_sum_and_its_score(power: float, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"num_beams": 4, "num_return_sequences": 4, "length_penalty": power}
+    asked["return_dict_in_generate"] = True
+    ends: dict[str, Any] = {"eos_token_id": [*range(40, 80)], "max_new_tokens": 12}
+    found = es.generate(MODEL, TOKENIZER, "ab ab", **asked, **ends, record=tmp_path / "a")
+    record = read_record(tmp_path / "a")
+    (run,) = record.runs.values()
+    shown = []
+    for line in views.tree(record, run):
+        if "returned" in line:
+            said = re.search(r"(-?[\d.]+) / (\d+)\^(-?[\d.]+) = (-?[\d.]+), returned", line)
+            assert said is not None, line
+            total, length, by, score = map(float, said.groups())
+            assert by == power and score == pytest.approx(total / length**power, rel=2e-3)
+            shown.append((length, score))
+    scores = [(len(one.tokens), one.score) for one in found]
+    assert sorted(shown) == [(n, pytest.approx(one, rel=1e-3)) for n, one in sorted(scores)]
+    assert len(shown) == 4
+
+
+def test_the_best_that_a_search_did_not_keep_are_named_beside_what_ended(tmp_path: Path) -> None:
+    ends: dict[str, Any] = {"eos_token_id": [*range(40, 80)], "max_new_tokens": 12}
+    record = recorded(tmp_path / "a", num_beams=4, **ends)
+    (run,) = record.runs.values()
+    beside = 0
+    for step in run.steps[1:]:
+        if not any(child.end is None for child in step.children):
+            continue
+        rows = [row for row in step.rows if row.score is not None]
+        assert rows
+        sums = {
+            (row.of, id): row.score + score
+            for row in rows
+            for id, score in zip(row.ids, row.scores, strict=True)
+            if score is not None and row.score is not None
+        }
+        kept = {(child.parent, child.ids[0]) for child in step.children}
+        least = min(sums[child.parent, child.ids[0]] for child in step.children if not child.end)
+        best = sorted((sums[place], place) for place in sums if place not in kept)[::-1][:3]
+        found = views.lost(step)
+        assert [(one.score, (one.of, one.id)) for one in found] == best
+        assert found and all(one.least == pytest.approx(least, abs=1e-3) for one in found)
+        # A token that ends a text is kept in the bank, or is not among as many as there are beams.
+        assert all(one.score <= least + 1e-3 for one in found if not 40 <= one.id < 80)
+        beside += any(child.end for child in step.children)
+    assert beside > 1
 
 
 def test_a_step_has_a_column_for_every_stage(tmp_path: Path) -> None:
@@ -135,6 +185,13 @@ def test_it_is_said_whether_drafts_paid(tmp_path: Path) -> None:
     assert drafts
     said = "\n".join(views.ends(record, run))
     assert f"drafts: {right} of {ids} ids were right" in said and "for 24 tokens" in said
+    steps = [step for step in run.steps if step.rows][1:]  # without that of the prompt
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for step in steps:
+        spent = sum(step.seconds.values()) * 1e3
+        times[bool(step.drafts)].append(spent / sum(len(one.ids) for one in step.children))
+    drafted, plain = (sorted(own)[len(own) // 2] for own in (times[True], times[False]))
+    assert f"a token took {drafted:.2f} ms with drafts, {plain:.2f} ms without" in said
     assert views.speculation(recorded(tmp_path / "b").runs["0"]) == []
 
 

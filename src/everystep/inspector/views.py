@@ -204,7 +204,7 @@ def speculation(run: RecordedRun) -> list[str]:
     tokens = sum(len(child.ids) for step in steps for child in step.children)
     found = [f"drafts: {right} of {ids} ids were right; {len(steps)} steps for {tokens} tokens"]
     times: dict[bool, list[float]] = {True: [], False: []}
-    for step in steps:
+    for step in steps[1:]:  # the first one has fed the prompt
         chosen = sum(len(child.ids) for child in step.children)
         if chosen:
             times[bool(step.drafts)].append(step.spent * 1e3 / chosen)
@@ -337,10 +337,15 @@ class Lost:
 
 
 def lost(step: RecordedStep, most: int = 3) -> list[Lost]:
-    """Return the best candidates that a search did not keep; none where scores are no sums."""
+    """Return the best candidates that a search did not keep; none where scores are no sums.
+
+    A hypothesis that ended has its sum divided by a power of its length, so the sums are known by
+    those that go on.
+    """
     rows = {row.of: row for row in step.rows}
-    kept = {(child.parent, child.ids[0]): child.score for child in step.children if child.ids}
-    if len(step.children) < 2 or not any(child.score for child in step.children):
+    kept = {(child.parent, child.ids[0]) for child in step.children if child.ids}
+    live = [child for child in step.children if child.ids and child.end is None]
+    if len(step.children) < 2 or not any(child.score for child in live):
         return []
     sums = {
         (row.of, id): row.score + score
@@ -348,10 +353,12 @@ def lost(step: RecordedStep, most: int = 3) -> list[Lost]:
         for id, score in zip(row.ids, row.scores, strict=True)
         if score is not None and row.score is not None
     }
-    for place, score in kept.items():
-        if place[0] not in rows or score is None or abs(sums.get(place, 1e9) - score) > 1e-3:
+    least = math.inf
+    for child in live:
+        own = sums.get((child.parent, child.ids[0]), math.inf)
+        if child.parent not in rows or child.score is None or abs(own - child.score) > 1e-3:
             return []
-    least = min(score for score in kept.values() if score is not None)
+        least = min(least, child.score)
     left = sorted((place for place in sums if place not in kept), key=lambda one: -sums[one])
     return [Lost(of, id, sums[of, id], least) for of, id in left[:most]]
 
@@ -669,8 +676,8 @@ def _fate(node: Node, alive: set[int], results: set[tuple[int, ...]], power: flo
     """Return what became of a hypothesis; nothing where others continue it."""
     score = f" {node.score:.4g}" if node.score else ""
     if node.score and power is not None and node.end is not None:
-        length = len(node.way())
-        score += f" / {length}^{power:g} = {node.score / length**power:.4g}"
+        length = len(node.way())  # by which the sum is divided in the score of what ended
+        score = f" {node.score * length**power:.4g} / {length}^{power:g} = {node.score:.4g}"
     if node.end is not None:
         won = tuple(one.id for one in node.way()) in results
         return f" [{marked(node.end)}{score}{', returned' if won else ''}]"

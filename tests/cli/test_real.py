@@ -116,7 +116,6 @@ def test_an_interrupted_answer_leaves_the_model_usable(model_path: Path, tmp_pat
         terminal.until("> ", count=3)
         terminal.type("Tell me the capital of France.\n")
         terminal.until("Paris")
-        terminal.type("\x03")
         terminal.until("> ", count=4)
         terminal.type("/exit\n")
         assert terminal.end() == 0

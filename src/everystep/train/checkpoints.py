@@ -178,11 +178,13 @@ def read_kept_run(folder: Path, lay: Lay | None = None) -> KeptRun:
 
 
 def keep_newest(root: Path, limit: int | None, best: str | None) -> None:
-    """Remove the oldest checkpoints beyond so many, but never the best one."""
+    """Remove the oldest checkpoints beyond so many, but never the best one, which may be named by
+    another path to the folder."""
     if limit is None:
         return
-    others = [one for one in checkpoints_in(root) if str(one) != best]
-    room = limit - (best is not None and len(others) < len(checkpoints_in(root)))
+    kept = None if best is None else Path(best).name
+    others = [one for one in checkpoints_in(root) if one.name != kept]
+    room = limit - (len(others) < len(checkpoints_in(root)))
     for folder in others[: max(0, len(others) - max(room, 1))]:
         shutil.rmtree(folder)
 

@@ -80,15 +80,23 @@ class AskedRow:
 def asked_of(row: Mapping[str, Tensor], index: int, source: bool) -> AskedRow:
     """Return what a row asks and what should come; `source`: an encoder reads its ids.
 
-    RequestError where nothing stands before the first label, or there is none.
+    RequestError where nothing stands before the first label, or there is none, and for a row of
+    embeddings without ids.
     """
+    if "input_ids" not in row:
+        raise RequestError(
+            f"evaluation example {index} has no ids, from which an answer could go on",
+            wanted="input_ids",
+            got=", ".join(row),
+            do="Leave predict_with_generate out, or generate from its inputs_embeds yourself",
+        )
     ids, labels = row["input_ids"].tolist(), row["labels"]
     wanted = (labels != NO_LABEL).nonzero().flatten().tolist()
     if not wanted:
         raise RequestError(f"evaluation example {index} has no label to compare with")
     if source:
         return AskedRow({**_beside(row, None), "input_ids": ids}, ids, labels[wanted].tolist())
-    first, last = wanted[0], wanted[-1] + 1
+    first = wanted[0]
     if not first:
         raise RequestError(
             f"evaluation example {index} has no prompt: its labels begin with its first id",
@@ -97,15 +105,18 @@ def asked_of(row: Mapping[str, Tensor], index: int, source: bool) -> AskedRow:
         )
     beside = _beside(row, first)
     prompt = {**beside, "input_ids": ids[:first]} if beside else ids[:first]
-    return AskedRow(prompt, ids[:first], ids[first:last])
+    return AskedRow(prompt, ids[:first], [ids[one] for one in wanted])
 
 
 def _beside(row: Mapping[str, Tensor], length: int | None) -> dict[str, Any]:
-    """Return what a row brings beside ids, of the first positions where it has some for each."""
+    """Return what a row brings beside ids, of the first positions where it has some for each; a
+    mask where it hides one of these."""
     whole = len(row["input_ids"])
     found = {}
     for key, value in row.items():
-        if key in ("input_ids", "labels", "attention_mask", "position_ids"):
+        if key in ("input_ids", "labels", "position_ids"):
+            continue
+        if key == "attention_mask" and bool((value[:length] != 0).all()):
             continue
         positions = length is not None and value.dim() and len(value) == whole
         found[key] = value[:length] if positions else value

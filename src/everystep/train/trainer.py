@@ -320,7 +320,7 @@ class Trainer:
         """Return how much memory a step takes, from two forwards of one example each: the shortest
         and the longest of the first thousand. Nothing is trained."""
         rows, each = self._required_rows(), self._required_rows().per_example
-        lengths = _lengths(rows, _LOOKED_AT)
+        lengths = self._lengths_of(rows, _LOOKED_AT)
         ends = lengths.index(min(lengths)), lengths.index(max(lengths))
         shortest, longest = (
             self._fetched(rows, range(one * each, (one + 1) * each), (0, 0)) for one in ends
@@ -368,17 +368,26 @@ class Trainer:
     def _fetched(self, rows: TrainingRows, places: Sequence[int], key: tuple[int, ...]) -> Batch:
         """Return a batch on the model's device; what its examples draw depends on the seed, the
         epoch, which the key begins with, and the example alone."""
-        seed, epoch = self._data_seed, key[0]
-        read: list[Mapping[str, object]] = []
-        for place in places:
-            with keyed_randomness(seed, _OF_ROW, epoch, place):
-                read.append(rows[place])
-        with keyed_randomness(seed, _OF_BATCH, *key):
+        read: list[Mapping[str, object]] = [self._row(rows, place, key[0]) for place in places]
+        with keyed_randomness(self._data_seed, _OF_BATCH, *key):
             made: object = self._collator(read)
         if not isinstance(made, Mapping) or not all(isinstance(x, Tensor) for x in made.values()):
             wanted, got = "a mapping of names to tensors", type(made).__name__
             raise RequestError("data_collator gave no batch", wanted=wanted, got=got)
         return {name: one.to(self.model.device) for name, one in made.items()}
+
+    def _row(self, rows: TrainingRows, place: int, epoch: int) -> Mapping[str, Tensor]:
+        """Return an example, whose draws depend on the seed, the epoch and its place alone."""
+        with keyed_randomness(self._data_seed, _OF_ROW, epoch, place):
+            return rows[place]
+
+    def _lengths_of(self, rows: TrainingRows, most: int) -> list[int]:
+        """Return the lengths of the first examples, at most so many, as epoch 0 has them."""
+        firsts = range(0, len(rows), rows.per_example)[:most]
+        return [
+            length_of(self._row(rows, one, 0), f"example {one // rows.per_example}")
+            for one in firsts
+        ]
 
     @property
     def _data_seed(self) -> int:
@@ -405,7 +414,7 @@ class Trainer:
         size, drops = self._batch_size, args.dataloader_drop_last
         strategy = args.train_sampling_strategy
         if strategy == "group_by_length" and self._lengths is None:
-            self._lengths = _lengths(rows, len(rows))
+            self._lengths = self._lengths_of(rows, len(rows))
         lengths = self._lengths
         count, most = len(rows) // each, self._step_size
         order = epoch_order(count, self._data_seed, epoch, strategy, lengths, most)
@@ -968,10 +977,12 @@ class Trainer:
 
     def _load_best(self) -> None:
         """Take the weights of the best checkpoint, where that was asked for."""
-        best = self.state.best_model_checkpoint
-        if self.args.load_best_model_at_end and best is not None:
-            self._ranks.once(lambda: str(require_whole(Path(best))))
-            self.weights.restore(Path(best))
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+            best = Path(self.state.best_model_checkpoint)
+            if not best.exists():  # the folder of the run was moved since
+                best = self.args.folder / best.name
+            self._ranks.once(lambda: str(require_whole(best)))
+            self.weights.restore(best)
 
     # --- evaluation -------------------------------------------------------------------------------
 
@@ -1125,7 +1136,8 @@ class Trainer:
     def _generated(self, rows: TrainingRows, prefix: str) -> EvalPrediction:
         source = self.model.is_encoder_decoder
         asked = []
-        for number, row in enumerate(rows):
+        for number in range(len(rows)):
+            row = self._row(rows, number, 0)  # as the loss has read it
             read = read_row(row, f"evaluation example {number}", aligned=not source)
             asked.append(asked_of(read, number, source))
         places = self._ranks.own(range(len(asked)))
@@ -1249,9 +1261,3 @@ def _multiplied(model: LanguageModel) -> int:
         tables = (one for one in model.module.modules() if isinstance(one, nn.Embedding))
         return model.num_parameters() - sum(one.weight.numel() for one in tables)
     return model.num_parameters() - model.vocab_size * model.width
-
-
-def _lengths(rows: TrainingRows, most: int) -> list[int]:
-    """Return the lengths of the first examples, at most so many."""
-    firsts = range(0, len(rows), rows.per_example)[:most]
-    return [length_of(rows[one], f"example {one // rows.per_example}") for one in firsts]

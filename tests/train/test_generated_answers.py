@@ -64,11 +64,15 @@ def test_an_encoder_does_not_read_hidden_ids() -> None:
     mask = torch.tensor([*[1] * 5, 0, 0])
     plain = {"input_ids": torch.tensor(ids), "labels": labels}
     padded = {"input_ids": torch.tensor([*ids, 3, 3]), "attention_mask": mask, "labels": labels}
-    asked = [asked_of(row, 0, True) for row in (plain, padded)]
+    asked = [
+        asked_of(row, 0, True) for row in (plain, padded, {**padded, "attention_mask": mask | 1})
+    ]
     starts = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
     given = {**starts, "max_new_tokens": 6}
-    one, other = answers_of(model, None, asked, given, lambda number, answer: None)
-    assert one.tokens == other.tokens and one.score == other.score
+    found = answers_of(model, None, asked, given, lambda number, answer: None)
+    one, other, as_text = (answer.logprobs.logprobs for answer in found if answer.logprobs)
+    assert found[0].tokens == found[1].tokens and torch.allclose(one, other, atol=1e-6)
+    assert found[0].tokens != found[2].tokens or not torch.allclose(one, as_text, atol=1e-4)
 
 
 def test_what_should_come_is_what_is_labelled(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 import everystep as es
 from everystep.api.model import LanguageModel
 from everystep.cli.command_options import OPTIONS, keyword_of
+from everystep.config.installed import HOOKS, PROCESSORS
 from everystep.errors import RequestError
 from everystep.requests.door import KEYWORDS
 from everystep.testing.models import tiny_llama
@@ -164,16 +165,21 @@ FACES: dict[str, Callable[[Asked], Tokens]] = {
 }
 
 
+NAMED_THERE = {PROCESSORS.keyword, HOOKS.keyword}
+TYPED = {keyword_of(name) for name, one in OPTIONS.items() if one.kind is None} - NAMED_THERE
+"""The keywords that the command line has options for, whose values are typed as they are;
+processors and hooks are named there."""
+
+
 def cells() -> Iterator[Cell]:
     """Every cell that there is; the command line takes texts, and what it has options for."""
-    typed = {keyword_of(name) for name, one in OPTIONS.items() if one.kind is None}
     for argument in (None, *arguments()):
         for face in FACES:
             if face == "model.generate":
                 continue
             for prompt in PROMPTS:
                 for executor in EXECUTORS:
-                    known = argument is None or argument in typed
+                    known = argument is None or argument in TYPED
                     if face != "the command line" or (prompt == "text" and known):
                         yield Cell(face, argument, prompt, executor)
 

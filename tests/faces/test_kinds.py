@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 
 import everystep as es
-from everystep.cli.command_options import OPTIONS, keyword_of
 from everystep.errors import EverystepError
 from tests.cli.conftest import call  # noqa: F401  (a fixture)
 from tests.cli.running import Caller
-from tests.faces.table import FACES, TOKENIZER, Asked, Cell, Tokens, arguments, given_for
+from tests.faces.table import FACES, TOKENIZER, TYPED, Asked, Cell, Tokens, arguments, given_for
 from tests.faces.test_faces import guides
 from tests.faces.tight import SUBJECTS, TightCell
 from tests.matrix.rows import ROWS
@@ -26,7 +25,6 @@ from tests.matrix.rows import ROWS
 DRAWN, ALL = 100, 3000
 OWN = ("decoder", "window of one")
 """Models that `test_faces.py` asks, or that differ from them in their layers alone."""
-TYPED = {keyword_of(name) for name, one in OPTIONS.items() if one.kind is None}
 
 
 class KindCell(NamedTuple):

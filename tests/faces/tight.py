@@ -18,9 +18,8 @@ from torch import Tensor
 
 import everystep as es
 from everystep.api.model import LanguageModel
-from everystep.cli.command_options import OPTIONS, keyword_of
 from everystep.errors import UnsupportedError
-from tests.faces.table import EXECUTORS, FACES, TEXT, TOKENIZER
+from tests.faces.table import EXECUTORS, FACES, TEXT, TOKENIZER, TYPED
 from tests.matrix.rows import ROWS, Row
 from tests.models.tiny import ours, reference_decoder, reference_mamba, reference_pair, sounds
 
@@ -320,15 +319,11 @@ def drawn(seed: int) -> TightCell:
         if SUBJECTS[name].reads == "sounds":
             name, executor = "decoder", "torch"
         prompt = "text"
-        features = [one for one in FEATURES if {*FEATURES[one].given([5], 1)} <= _TYPED]
-        strategies = [row for row in ROWS if {*row.options} <= _TYPED]
+        features = [one for one in FEATURES if {*FEATURES[one].given([5], 1)} <= TYPED]
+        strategies = [row for row in ROWS if {*row.options} <= TYPED]
     first, second = draw.sample(features, 2)
     both = draw.random() < 0.5 and not (FEATURES[first].decides and FEATURES[second].decides)
     asked = (first, second) if both else (first,)
     if any(FEATURES[one].draws for one in asked):
         strategies = [row.drawn for row in strategies if row.draws is not None]
     return TightCell(face, name, executor, prompt, draw.choice(strategies), asked)
-
-
-_TYPED = {keyword_of(name) for name, one in OPTIONS.items() if one.kind is None}
-"""The keywords that the command line has options for, whose values are typed as they are."""

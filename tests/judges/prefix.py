@@ -114,11 +114,23 @@ class Prefix:
         return mix(self.request, readout, mixed, tokens, logits, self.function, may)
 
     def _processed(self, mixed: Tensor, tokens: list[int], chosen: list[int] | None) -> Tensor:
+        return self._stages(mixed, tokens, chosen)[-1]
+
+    def _stages(self, mixed: Tensor, tokens: list[int], chosen: list[int] | None) -> list[Tensor]:
         if self.request.strategy.reads.scores == "log_probs":
             mixed = mixed.log_softmax(-1)
+        found = [mixed]
         for processor in self.request.processors:
-            mixed = processor(self._rows(tokens, chosen), mixed[None])[0]
-        return mixed
+            found.append(processor(self._rows(tokens, chosen), found[-1][None].clone())[0])
+        return found
+
+    def stages(self, tokens: list[int]) -> list[Tensor] | None:
+        """(V,) scores before the first processor and as each of them left them; None where hooks
+        force a token, or where all that is likely is ruled out."""
+        found = self._stages(self._read_out(tokens, self._may_follow(tokens)), tokens, None)
+        readout = self.request.readout
+        anew = readout is not None and readout.narrows and bool((found[-1] == -torch.inf).all())
+        return None if anew or self.hummed(tokens).forced else found
 
     def _rows(self, tokens: list[int], chosen: list[int] | None) -> Rows:
         sequence, table = self._written(tokens)

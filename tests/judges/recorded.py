@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from everystep.engine.recording import RunRecorder
 from everystep.errors import InvariantError
 from everystep.records import (
@@ -25,6 +28,7 @@ from tests.judges.mixes import Mix
 from tests.judges.prefix import Prefix
 
 CLOSE = 1e-5
+NOT_OF_PROCESSORS = {"log_softmax", "guidance", "dola", "contrast", "hooks", "drafts"}
 Check = Callable[[Request, RecordedRun, RecordedStep, RecordedRow, list[int]], None]
 
 
@@ -38,7 +42,7 @@ def watched(requests: Iterable[Request], file: Path, *, stages: bool = True) -> 
 
 
 def _recorder(writer: RecordWriter, request: Request) -> RunRecorder:
-    about = {"prompt": [], "request": request.request_id}
+    about = {"prompt": [], "request": request.request_id, "every_stage": writer.stages}
     return RunRecorder(writer, ("model", "none"), about, None)
 
 
@@ -130,10 +134,28 @@ def _of_textbook(mix: Mix) -> Check:
                 math.isclose(-math.inf if value is None else value, float(book[id]), abs_tol=CLOSE)
                 for id, value in zip(row.ids, row.scores, strict=True)
             )
+        if request.strategy.rounds == 1 and run.about.get("every_stage") is not False:
+            alike &= _stages_agree(prefix.stages(tokens), row)
         if not alike:
             raise InvariantError("a record is not the textbook's", wanted=raw, got=(request, row))
 
     return compare
+
+
+def _stages_agree(book: list[Tensor] | None, row: RecordedRow) -> bool:
+    """Tell whether each processor left the textbook's scores, and ruled out as many."""
+    if book is None:
+        return True
+    stages = [one for one in row.stages if one.name not in NOT_OF_PROCESSORS]
+    found = len(stages) == len(book) - 1
+    for stage, before, after in zip(stages, book, book[1:], strict=False):
+        gone = int(((after == -torch.inf) & (before != -torch.inf)).sum())
+        found &= stage.removed == gone
+        found &= all(
+            math.isclose(-math.inf if value is None else value, float(after[id]), abs_tol=CLOSE)
+            for id, value in zip(row.ids, stage.values, strict=True)
+        )
+    return found
 
 
 def texts(record: Record) -> list[list[int]]:

@@ -10,7 +10,7 @@ from everystep.errors import InvariantError
 from everystep.records import read_record
 from tests.judges.drive import hash_executor, run_scheduled
 from tests.judges.mixes import random_mix
-from tests.judges.recorded import check, watched
+from tests.judges.recorded import NOT_OF_PROCESSORS, check, watched
 
 BLOCKS = [range(60)]
 MORE_BLOCKS = [range(first, first + 44) for first in range(60, 500, 44)]
@@ -54,11 +54,11 @@ def test_a_record_is_true_and_changes_nothing(seeds: range, tmp_path: Path) -> N
     assert seeds.start or seen.keys() >= STAGES
 
 
-@pytest.mark.parametrize("planted", ["logits", "values", "draw"])
+@pytest.mark.parametrize("planted", ["logits", "values", "earlier values", "removed", "draw"])
 def test_a_wrong_number_is_noticed(planted: str, tmp_path: Path) -> None:
     import json
 
-    mix, file = random_mix(3), tmp_path / "3.jsonl"
+    mix, file = random_mix(9 if planted == "earlier values" else 3), tmp_path / "a.jsonl"
     run_scheduled(watched(mix.requests, file), mix.schedule, hash_executor(mix, None))
     check(mix, file)
     lines, spoilt = [], 0
@@ -71,6 +71,14 @@ def test_a_wrong_number_is_noticed(planted: str, tmp_path: Path) -> None:
                 values = row["stages"][-1]["values"]
                 at = next(i for i, value in enumerate(values) if value is not None)
                 values[at], spoilt = values[at] + 1.0, spoilt + 1
+            elif planted == "earlier values":
+                for stage in row["stages"][:-1]:
+                    if stage["name"] in NOT_OF_PROCESSORS:
+                        continue
+                    at = next(i for i, value in enumerate(stage["values"]) if value is not None)
+                    stage["values"][at], spoilt = stage["values"][at] + 1.0, spoilt + 1
+            elif planted == "removed" and row["stages"]:
+                row["stages"][-1]["removed"], spoilt = row["stages"][-1]["removed"] + 1, spoilt + 1
             elif planted == "draw" and "draw" in row and row["draw"][2] < 0.9:
                 row["draw"][0], spoilt = row["draw"][2] + 0.05, spoilt + 1
         lines.append(json.dumps(line))

@@ -184,8 +184,9 @@ class HeldScores:
 
     def removed(self, number: int, before: HeldScores, was: int) -> int:
         """Return how many tokens that were possible before are not possible any more."""
-        if self.scores.tokens is not None and not self.undecided:  # a list names some of them
-            return max(0, before.possible(was) - self.possible(number))
+        if self.scores.tokens is not None and not self.undecided:  # a list names what is left
+            own = before.values(was, self._lists[number][0])  # of which some may be new
+            return before.possible(was) - sum(one != -math.inf for one in own)
         gone = self.row(number) == -np.inf
         if not gone.any():
             return 0

@@ -430,11 +430,7 @@ class ChosenRows:
         best = min(candidates_of(self.request), before.scores.vocabulary)
         lists = [self.held.scores(one.scores).best(one.number, best) for one in reversed(stages)]
         lists += [before.best(row.number, best), row.tokens]
-        found = lists[0]
-        for more in lists[1:]:
-            if more != found and not {*more} <= {*found}:
-                found = [*dict.fromkeys([*found, *more])]
-        return found
+        return [*dict.fromkeys(id for one in lists for id in one)]
 
     def _told(self, number: int, stages: list[StageOfRow], ids: list[int]) -> Iterator[Line]:
         """Yield the stages of a row with the values of its candidates."""

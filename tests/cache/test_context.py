@@ -59,7 +59,7 @@ class Judge:
         tokens = np.zeros(sum(counts.values()), int)
         work = Work(verbs, *arrays, np.ones_like(arrays[0]), tokens, extras)
         self.cache.apply(work)
-        context = CacheContext(self.cache, work)
+        context = CacheContext.of(self.cache, work)
         gaps = [self._layer(layer, context, counts, masks) for layer in LAYERS]
         return max(gaps)
 

@@ -52,7 +52,7 @@ class Driver:
             del self.expected[verb.row]
 
     def _write(self, work: Work) -> None:
-        plan = CacheContext(self.cache, work).plan
+        plan = CacheContext.of(self.cache, work).plan
         numbers = np.arange(self._written, self._written + len(work.tokens))
         self._written += len(numbers)
         for row, part in zip(
@@ -266,4 +266,4 @@ def test_impossible_verbs_are_found(verb: tuple[object, ...]) -> None:
 
 def test_a_feed_at_the_wrong_place_is_found() -> None:
     with pytest.raises(InvariantError, match="wrong place"):
-        CacheContext(opened(5).cache, work_of([], [0], [4], [1]))
+        CacheContext.of(opened(5).cache, work_of([], [0], [4], [1]))

@@ -133,7 +133,8 @@ class Wanderer:
     """Makes one random work after another, and remembers what every row has read.
 
     `longest`: about where rows are freed. `most`: positions of a feed. `anywhere`: rows are cut to
-    any length, not only to what their last feed wanted logits of.
+    any length, not only to what their last feed wanted logits of. `plain`: feeds are ids, and want
+    the logits of their last one.
     """
 
     model: Model
@@ -142,6 +143,7 @@ class Wanderer:
     longest: int = 40
     most: int = 7
     anywhere: bool = True
+    plain: bool = False
     histories: dict[int, History] = field(default_factory=dict)
     floors: dict[int, int] = field(default_factory=dict)
 
@@ -184,7 +186,7 @@ class Wanderer:
     def _feeds(self, verbs: tuple[Verb, ...], rows: list[int]) -> Work:
         starts = [len(self.histories[row].positions) for row in rows]
         counts = [int(self.rng.integers(1, self.most + 1)) for _ in rows]
-        wanted = [int(self.rng.integers(0, count + 1)) for count in counts]
+        wanted = [1 if self.plain else int(self.rng.integers(0, n + 1)) for n in counts]
         for row, start, count, want in zip(rows, starts, counts, wanted, strict=True):
             self.floors[row] = start + count - want
         tokens, extras = [ints()], {}
@@ -213,7 +215,7 @@ class Wanderer:
         """Ids, the embeddings that stand before them if any, and what the model reads."""
         ids = self.rng.integers(0, self.model.vocab_size, count)
         inputs = self.model.network.embed(torch.from_numpy(ids))
-        if self.rng.random() < 0.7:
+        if self.plain or self.rng.random() < 0.7:
             return ids, None, inputs
         own = int(self.rng.integers(1, count + 1))
         given = torch.from_numpy(self.rng.standard_normal((own, self.model.spec.width)))

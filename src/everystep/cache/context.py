@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from everystep.cache.bank import Bank
-from everystep.cache.plan import Box, PlannedFeed, Rectangle, make_plan
+from everystep.cache.plan import Box, Plan, PlannedFeed, Rectangle, make_plan
 from everystep.cache.rows import RowCache
 from everystep.errors import InvariantError
 from everystep.nn.attention import (
@@ -41,15 +41,20 @@ class CacheContext:
     one layer after another. `kept`: the hidden states of layers, None where no feed wants them.
     """
 
-    def __init__(self, rows: RowCache, work: Work) -> None:
+    def __init__(self, rows: RowCache, plan: Plan, *, keeps: bool = False) -> None:
         self._rows = rows
-        self.plan = make_plan(rows, work)
+        self.plan = plan
         self._views: dict[tuple[int, int], View] = {}
-        weighed = [feed.index for feed in self.plan.feeds if feed.weights]
+        weighed = [feed.index for feed in plan.feeds if feed.weights]
         self.attentions: dict[int, list[Tensor]] = {index: [] for index in weighed}
         self.cross_attentions: dict[int, list[Tensor]] = {index: [] for index in weighed}
+        self.kept: list[Tensor] | None = [] if keeps else None
+
+    @classmethod
+    def of(cls, rows: RowCache, work: Work) -> CacheContext:
+        """Return the context of a work whose verbs were applied."""
         layers = any(extra.layers or extra.early for extra in work.extras.values())
-        self.kept: list[Tensor] | None = [] if layers else None
+        return cls(rows, make_plan(rows, work), keeps=layers)
 
     def keep(self, hidden: Tensor) -> None:
         if self.kept is not None:

@@ -197,13 +197,18 @@ def _feed(
 ) -> PlannedFeed:
     """Let the row hold `count` more positions, whose keys, values and states follow."""
     row, extra = rows[number], work.extras.get(index, _PLAIN)
-    if row.length != start:
-        what = f"row {number} is fed at the wrong place"
-        raise InvariantError(what, wanted=row.length, got=start)
+    require_start(number, row, start)
     mask, weights = extra.mask, extra.attentions
     alone = rows.coded or weights or mask is not None
     before = rows.extend(row, count, wanted, alone=alone or count > LONGEST_IN_RECTANGLE)
     return PlannedFeed(index, row, start, count, before, row.parts, mask, weights, alone)
+
+
+def require_start(number: int, row: CacheRow, start: int) -> None:
+    """Raise InvariantError where a row is fed anywhere but after what it holds."""
+    if row.length != start:
+        what = f"row {number} is fed at the wrong place"
+        raise InvariantError(what, wanted=row.length, got=start)
 
 
 def _alike(feed: PlannedFeed) -> tuple[int, int]:
@@ -289,20 +294,40 @@ def _filling(
     return on_device(device, gather), on_device(device, scatter)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LevelArrays:
+    """A level as numbers of the host: see `Level`. `held` (R,): how much of a segment each row
+    looks at."""
+
+    first: int
+    last: int
+    members: np.ndarray
+    group: np.ndarray
+    place: np.ndarray
+    held: np.ndarray
+
+    @classmethod
+    def of(cls, links: Sequence[Link | None]) -> LevelArrays:
+        """Return the level of one link per row at most, of which there is one at least."""
+        lines = [link.segment.line for link in links if link is not None]
+        first, last = min(lines), max(lines) + 1
+        # A row without a link looks at the first line too, with weights that its mask makes zero.
+        group = np.array([link.segment.line - first if link else 0 for link in links])
+        place = np.zeros(len(links), dtype=np.int64)
+        counts = np.bincount(group, minlength=last - first)
+        members = np.zeros((last - first, counts.max()), dtype=np.int64)
+        for line in range(last - first):
+            rows = np.flatnonzero(group == line)
+            place[rows] = np.arange(len(rows))
+            members[line, : len(rows)] = rows
+        held = np.array([link.length if link else 0 for link in links])
+        return cls(first, last, members, group, place, held)
+
+
 def _level(links: Sequence[Link | None], device: torch.device) -> tuple[Level, np.ndarray]:
     """Return the level of one link per row at most, and (rows, length) which keys are held."""
-    lines = [link.segment.line for link in links if link is not None]
-    first, last = min(lines), max(lines) + 1
-    # A row without a link looks at the first line too, with weights that its mask makes zero.
-    group = np.array([link.segment.line - first if link else 0 for link in links])
-    place = np.zeros(len(links), dtype=np.int64)
-    counts = np.bincount(group, minlength=last - first)
-    members = np.zeros((last - first, counts.max()), dtype=np.int64)
-    for line in range(last - first):
-        rows = np.flatnonzero(group == line)
-        place[rows] = np.arange(len(rows))
-        members[line, : len(rows)] = rows
-    lengths = np.array([link.length if link else 0 for link in links])
-    arrays = (on_device(device, array) for array in (members, group, place))
-    level = Level(first, last, int(lengths.max()), last - first == 1, *arrays)
-    return level, np.arange(level.length) < lengths[:, None]
+    one = LevelArrays.of(links)
+    arrays = (on_device(device, array) for array in (one.members, one.group, one.place))
+    length = int(one.held.max())
+    level = Level(one.first, one.last, length, one.last - one.first == 1, *arrays)
+    return level, np.arange(length) < one.held[:, None]

@@ -114,6 +114,11 @@ class RowCache:
         return {number: row.length for number, row in self._rows.items()}
 
     @property
+    def lines(self) -> Sequence[CacheRow | None]:
+        """The row on each line in use; None on a line without one."""
+        return self._owners
+
+    @property
     def shared(self) -> int:
         """The number of segments that are held, encoder states included."""
         return self.across.held + sum(bank.shelf.held for bank in self.banks)

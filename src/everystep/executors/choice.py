@@ -10,6 +10,7 @@ import torch
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.errors import RequestError, UnsupportedError
 from everystep.executors.base import Executor
+from everystep.executors.captured import CudaCapture
 from everystep.executors.native import (
     NativeEncoder,
     NativeExecutor,
@@ -36,9 +37,10 @@ def open_executor(
     """Open an executor without rows that has the abilities in `needs`.
 
     `quantization`: how its rows keep what they hold, None for full precision. "auto" takes the
-    native one where nothing stands in its way. `cache_dtype`: the type of what they hold in full
-    precision, None for the model's. Raise UnsupportedError where "native" is asked for and cannot
-    be had, RequestError where rows are to be kept in two ways.
+    native one where nothing stands in its way, and on a CUDA device torch operators that are
+    captured as graphs; "torch" runs them one by one. `cache_dtype`: the type of what they hold in
+    full precision, None for the model's. Raise UnsupportedError where "native" is asked for and
+    cannot be had, RequestError where rows are to be kept in two ways.
     """
     if quantization is not None and cache_dtype is not None:
         raise RequestError(
@@ -52,7 +54,9 @@ def open_executor(
     if quantization is not None:
         reasons.append("its rows are in full precision")
     if name == "torch" or (name == "auto" and reasons):
-        return TorchExecutor(model, quantization, cache_dtype)
+        captures = name == "auto" and model.device.type == "cuda"
+        capture = CudaCapture(model.device) if captures else None
+        return TorchExecutor(model, quantization, cache_dtype, capture=capture)
     if reasons:
         raise UnsupportedError(
             "the native executor cannot run this",

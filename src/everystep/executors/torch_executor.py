@@ -20,6 +20,12 @@ from everystep.cache.context import CacheContext
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.cache.plan import Plan, runs
 from everystep.cache.rows import RowCache
+from everystep.executors.captured import (
+    Capture,
+    CaptureCounts,
+    CapturedSteps,
+    can_be_captured,
+)
 from everystep.executors.positions import (
     declared_inputs,
     given_inputs,
@@ -33,6 +39,7 @@ from everystep.models import Model, embedded, refuse_copies
 from everystep.models.decoder import Decoder
 from everystep.nn.modes import inference_mode, outside_autocast
 from everystep.nn.network import Full, Network, Placed, StepInputs, Window
+from everystep.nn.ragged import on_device
 from everystep.nn.split import Split
 from everystep.types import Answer, Extra, InputSpec, Past, StepOutput, Work
 
@@ -44,7 +51,9 @@ class TorchExecutor:
 
     `quantization`: how rows keep what they hold, None for full precision, which is `cache_dtype`
     or, without it, the type of the model. `read_out`: for a part of a model, what turns hidden
-    states after the last norm (n, E) into logits (n, V), whenever it is called.
+    states after the last norm (n, E) into logits (n, V), whenever it is called. `capture`: what
+    captures steps of one position per row, to replay them; None: each runs operator by operator.
+    `captures`: how many steps were captured and replayed so far.
     """
 
     __reduce_ex__ = refuse_copies
@@ -56,6 +65,7 @@ class TorchExecutor:
         quantization: Quantization | None = None,
         cache_dtype: CacheDtype | None = None,
         read_out: ReadOut | None = None,
+        capture: Capture | None = None,
     ) -> None:
         network = model.network
         self._network = network
@@ -67,9 +77,21 @@ class TorchExecutor:
         across = network.across if network.encodes else None
         layout = (network.own_stores, network.dtype, network.device, across)
         self._fresh_rows = partial(RowCache, *layout, quantization or cache_dtype)
-        self.cache = self._fresh_rows()
+        self.captures = CaptureCounts()
+        self._capture = capture
+        self._open_rows()
         self._cut_short = False
         self.abilities = self._able()
+
+    def _open_rows(self) -> None:
+        """Begin without rows."""
+        self.cache = self._fresh_rows()
+        self._captured: CapturedSteps | None = None
+        network = self._network
+        if self._capture is not None and can_be_captured(network, self.cache):
+            read_out = partial(self._logits, network)
+            given = cast(Decoder, network), self.cache, self._capture, read_out, self.captures
+            self._captured = CapturedSteps(*given)
 
     def _able(self) -> frozenset[str]:
         network = self._network
@@ -95,7 +117,7 @@ class TorchExecutor:
         """
         with in_process(), inference_mode(), outside_autocast():
             if self._cut_short:
-                self.cache = self._fresh_rows()
+                self._open_rows()
             self._cut_short = True
             output = self._run(work)
         self._cut_short = False
@@ -107,7 +129,11 @@ class TorchExecutor:
         self.cache.apply(work)
         if not len(work.rows):
             return StepOutput(self._no_logits())
-        context = CacheContext(self.cache, work)
+        if self._captured is not None:
+            logits = self._captured.run(work, places)
+            if logits is not None:
+                return StepOutput(logits)
+        context = CacheContext.of(self.cache, work)
         network = self._adapted(work, context.plan)
         inputs = self._inputs(work, network, torch.from_numpy(places), context.plan)
         hidden = network.forward(inputs, context)
@@ -115,7 +141,7 @@ class TorchExecutor:
         answers = self._answers(work, network, context, hidden)
         if rows is not None and not len(rows):
             return StepOutput(self._no_logits(), answers)
-        wanted = hidden if rows is None else hidden[rows.to(self.device)]
+        wanted = hidden if rows is None else hidden[self._moved(rows)]
         network = network if rows is None else network.at(rows)
         if work.best is None or not isinstance(network, Decoder) or network.split is None:
             return StepOutput(self._logits(network, wanted), answers)
@@ -141,7 +167,7 @@ class TorchExecutor:
         chosen = slice(None) if plan.order is None else torch.from_numpy(plan.order)
         return StepInputs(
             self._embedded(work, network, chosen, plan),
-            places[..., chosen].to(self.device),
+            self._moved(places[..., chosen]),
             lengths[chosen],
             {one.name: self._placed(work, one, plan) for one in self._network.inputs},
         )
@@ -169,13 +195,17 @@ class TorchExecutor:
     def _embedded(self, work: Work, network: Network, chosen: slice | Tensor, plan: Plan) -> Tensor:
         """Return (N, E) embeddings in packed order; `chosen`: which tokens those are."""
         embeds = list(given_inputs(work, "embeds", plan.begins))
-        tokens = torch.from_numpy(work.tokens)[chosen].to(self.device)
+        tokens = self._moved(torch.from_numpy(work.tokens)[chosen])
         if not embeds:
             return network.embed(tokens)
         hidden = network.embed(tokens.clamp(min=0))
         for start, values in embeds:
             hidden[start : start + len(values)] = values.to(hidden)
         return hidden
+
+    def _moved(self, numbers: Tensor) -> Tensor:
+        """Return numbers of the host on the device."""
+        return on_device(self.device, numbers.numpy())
 
     def _answers(
         self, work: Work, network: Network, context: CacheContext, hidden: Tensor

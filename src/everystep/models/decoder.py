@@ -133,7 +133,7 @@ class Decoder(Network):
         if self.spec.embed_scale is None:
             return hidden
         # The factor is rounded to the weights' type first, as in transformers.
-        return hidden * torch.tensor(self.spec.embed_scale, dtype=self.dtype, device=self.device)
+        return hidden * hidden.new_full((), self.spec.embed_scale, dtype=self.dtype)
 
     def _looked_up(self, tokens: Tensor) -> Tensor:
         """Look up ids (...,) -> (..., E), each in the process that has its row."""

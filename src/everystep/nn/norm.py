@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -51,6 +52,9 @@ class Norm:
     def _normalised(self, x: Tensor) -> Tensor:
         if self.kind == "layer":
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        if self.kind == "rms" and x.is_cuda and not self.plus_one and x.dtype != torch.float64:
+            # One kernel in place of eight, which rounds once, where transformers rounds twice.
+            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
         exact = x.float()
         scale = exact.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
         # T5 rounds the scale to float32 and nothing else, which shows in float64 only.

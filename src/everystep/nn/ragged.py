@@ -79,5 +79,6 @@ class Ragged:
 
 
 def on_device(device: torch.device, array: np.ndarray) -> Tensor:
-    """Return the same numbers as a tensor there."""
-    return torch.from_numpy(array).to(device)
+    """Return the same numbers as a tensor there, without waiting for what the device still does."""
+    # CUDA takes pageable memory away before it returns, so that the array may change at once.
+    return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -61,17 +62,37 @@ def rotary_table(
 
     Positions (N,) are equal on all axes. `lengths` (N,), on the CPU, matter to some ropes.
     """
-    wanted = lengths if rope.scaling.by_length else None
-    frequencies = rope.scaling.frequencies(rope.dim, rope.theta, wanted).to(positions.device)
+    device, by_length = positions.device, rope.scaling.by_length
+    if device.type == "cuda" and not by_length:
+        frequencies = _kept_frequencies(rope, device)
+    else:
+        wanted = lengths if by_length else None
+        frequencies = rope.scaling.frequencies(rope.dim, rope.theta, wanted).to(device)
     places = positions[..., None]
     if rope.axes and positions.dim() > 1:
-        places = positions[list(rope.axes)].T
+        on_cpu = device.type == "cpu"
+        places = positions[list(rope.axes) if on_cpu else _kept_axes(rope.axes, device)].T
     angles = places.float() * frequencies
     factor = rope.scaling.attention_factor
     cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
     return RotaryTable(
         torch.cat((cos, cos), dim=-1).unsqueeze(-2), torch.cat((-sin, sin), dim=-1).unsqueeze(-2)
     )
+
+
+# Copies from the host in each step would make the host wait for a GPU.
+
+
+@lru_cache(maxsize=64)
+def _kept_frequencies(rope: Rope, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return rope.scaling.frequencies(rope.dim, rope.theta, None).to(device)
+
+
+@lru_cache(maxsize=64)
+def _kept_axes(axes: tuple[int, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(axes).to(device)
 
 
 def rotate_(x: Tensor, table: RotaryTable) -> None:

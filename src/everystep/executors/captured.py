@@ -1,0 +1,204 @@
+"""Steps that are captured once and replayed: what a GPU needs for small steps.
+
+There, starting the kernels of a step one by one takes longer than they run. A step that feeds one
+position to each of its rows, and wants logits alone, has one of a few shapes; the first of a shape
+runs operator by operator, the second is captured as a graph, and those after it are one start each.
+All of them do the same arithmetic. Steps of any other kind are left to the caller.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.cache.context import CacheContext
+from everystep.cache.fixed_plan import MOST_LINES, FixedShape, fixed_step, lay_out
+from everystep.cache.rows import RowCache
+from everystep.models.decoder import Decoder
+from everystep.nn.linear import weights_of
+from everystep.nn.network import Network, StepInputs
+from everystep.nn.ragged import on_device
+from everystep.types import Extra, Work
+
+_MOST_GRAPHS = 64
+
+Replay = Callable[[], None]
+Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
+"""What captures a step: it takes what runs the step and returns what runs it again, and the tensor
+that has the result then."""
+
+
+class CudaCapture:
+    """What captures steps of a CUDA device as graphs, which share their memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, step: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            # Other threads may do as they like meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                out = step()
+            finally:
+                graph.capture_end()
+        here.wait_stream(self._stream)
+        return graph.replay, out
+
+
+@dataclass(slots=True)
+class CaptureCounts:
+    """Numbers of steps so far: run operator by operator, as the first of their shape or as steps of
+    another kind (`other`), captured, and replayed, the captured ones among them."""
+
+    first: int = 0
+    captured: int = 0
+    replayed: int = 0
+    other: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A shape's step: its numbers on the device, and once it is captured, what runs it again, and
+    what has its logits (lines, V) then."""
+
+    sheet: Tensor
+    replay: Replay | None = None
+    logits: Tensor | None = None
+
+
+class CapturedSteps:
+    """The captured steps of one executor on the rows of `cache`.
+
+    `read_out`: hidden states after the last layer (n, E) -> logits (n, V), by operators alone.
+    """
+
+    def __init__(
+        self,
+        network: Decoder,
+        cache: RowCache,
+        capture: Capture,
+        read_out: Callable[[Tensor], Tensor],
+        counts: CaptureCounts,
+    ) -> None:
+        self._network = network
+        self._cache = cache
+        self._capture: Capture | None = capture
+        self._read_out = read_out
+        self._counts = counts
+        self._steps: OrderedDict[FixedShape, _Step] = OrderedDict()
+        self._allocations = 0
+
+    def run(self, work: Work, places: np.ndarray) -> Tensor | None:
+        """Run a work whose verbs were applied, and return its logits (F, V).
+
+        `places`: (F,) or (axes, F) position ids. None, and nothing has changed, where it is no step
+        of the kind that can be captured.
+        """
+        if self._capture is None or not is_single(work) or len(self._cache.lines) > MOST_LINES:
+            self._counts.other += bool(len(work.rows))
+            return None
+        shape, sheet = lay_out(self._cache, work, places)
+        return self._logits(shape, sheet)[: len(work.rows)].clone()
+
+    def _logits(self, shape: FixedShape, sheet: np.ndarray) -> Tensor:
+        """Return (lines, V) logits, those of the feeds first, in the order of these."""
+        if self._allocations != self._cache.counts.allocations:
+            # Graphs read addresses, and keys and values have moved.
+            self._steps.clear()
+            self._allocations = self._cache.counts.allocations
+        numbers = on_device(self._network.device, sheet)
+        if shape not in self._steps:
+            if len(self._steps) == _MOST_GRAPHS:
+                self._steps.popitem(last=False)
+            self._steps[shape] = _Step(numbers)
+            self._counts.first += 1
+            return self._forward(shape, numbers)
+        self._steps.move_to_end(shape)
+        step = self._steps[shape]
+        step.sheet.copy_(numbers)
+        if step.replay is None:
+            self._captured(shape, step)
+        if step.replay is None or step.logits is None:
+            return self._forward(shape, numbers)
+        self._counts.replayed += 1
+        step.replay()
+        return step.logits
+
+    def _captured(self, shape: FixedShape, step: _Step) -> None:
+        """Capture the step; where that cannot be done, warn, and let no other be tried."""
+        assert self._capture is not None
+        try:
+            step.replay, step.logits = self._capture(lambda: self._forward(shape, step.sheet))
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            self._capture = None
+            what = str(error).partition("\n")[0]
+            warnings.warn(
+                f"steps cannot be captured here, so each starts its kernels one by one: {what}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        else:
+            self._counts.captured += 1
+
+    def _forward(self, shape: FixedShape, sheet: Tensor) -> Tensor:
+        one = fixed_step(shape, sheet)
+        hidden = self._network.embed(one.tokens)
+        # Lengths matter to ropes that cannot be captured.
+        inputs = StepInputs(hidden, one.positions, torch.empty(0, dtype=torch.int64))
+        found = self._network.forward(inputs, CacheContext(self._cache, one.plan))
+        return self._read_out(found[one.order])
+
+
+def is_single(work: Work) -> bool:
+    """Return whether a work feeds one id to each of its rows, and wants logits alone."""
+    if not len(work.rows) or len(work.rows) != len(work.tokens):
+        return False
+    if not (work.logits == 1).all() or (work.tokens < 0).any():
+        return False
+    if work.best is not None and work.best.any():
+        return False
+    return all(_only_positions(extra) for extra in work.extras.values())
+
+
+def _only_positions(extra: Extra) -> bool:
+    given = replace(extra, positions=None)
+    return not any(
+        getattr(given, one.name) is not None and bool(getattr(given, one.name))
+        for one in fields(Extra)
+    )
+
+
+def can_be_captured(network: Network, cache: RowCache) -> bool:
+    """Return whether steps of the network start the same kernels whatever is fed."""
+    if not isinstance(network, Decoder) or cache.coded or cache.recurrent or cache.crossed:
+        return False
+    if network.split is not None or network.around or network.recomputes:
+        return False
+    if network.changes_rows is not None or network.changes_states is not None:
+        return False
+    ropes = (layer.rope for layer in network.spec.layers)
+    if any(rope is not None and rope.scaling.by_length for rope in ropes):
+        return False
+    maps = [
+        one
+        for layer in network.layers
+        for one in (layer.qkv, layer.out, layer.up, layer.down, network.head)
+    ]
+    # Which experts run depends on what is fed.
+    if any(layer.experts is not None for layer in network.layers) or None in maps:
+        return False
+    weights = (weight for one in maps if one is not None for weight in weights_of(one.matrix()))
+    return isinstance(network.table, Tensor) and all(isinstance(one, Tensor) for one in weights)

@@ -1,0 +1,203 @@
+"""Steps that are captured give what the same steps give one operator after another.
+
+Here a capture keeps what runs the step, and a replay runs it again on the numbers that lie there
+then: the arithmetic of a graph without a GPU. Tests marked `cuda` capture graphs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from everystep.executors.captured import CaptureCounts, CudaCapture, Replay
+from everystep.executors.choice import open_executor
+from everystep.executors.torch_executor import TorchExecutor
+from everystep.models import Model, convert_model
+from everystep.types import Extra, Verb, Work
+from tests.executors.models import SPECS, family_model
+from tests.executors.test_torch_executor import model_of
+from tests.executors.works import Wanderer, expected_logits, ints, one_feed
+from tests.judges.laws import Laws
+from tests.judges.mixes import random_mix
+from tests.laws.test_executors import for_decoder
+
+CAPTURED = ("plain", "window", "capped scores")
+OPEN = Verb("allocate", 0)
+
+
+def rerun(step: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+    """Capture nothing: a replay runs the step again, and puts its result where it was."""
+    out = step()
+    return lambda: out.copy_(step()), out
+
+
+def of_captured(model: Model) -> TorchExecutor:
+    """An executor that replays whatever may be."""
+    return TorchExecutor(model, capture=rerun)
+
+
+def wander(
+    wanderer: Wanderer, model: Model, executor: TorchExecutor, steps: int, error: float
+) -> None:
+    """Works of which most feed one id to some rows, each with the right logits and rows."""
+    for step in range(steps):
+        wanderer.most = 9 if step % 5 == 0 else 1
+        work = wanderer.work()
+        found = executor.run(work).logits.cpu()
+        wanted = expected_logits(wanderer.model, work, wanderer.histories)
+        torch.testing.assert_close(found, wanted.to(found.dtype), rtol=error, atol=error)
+        held = {row: len(history.positions) for row, history in wanderer.histories.items()}
+        assert executor.audit() == held
+
+
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("name", CAPTURED)
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=10)
+def test_rows_hold_what_they_have_read(name: str, positions: bool, seed: int) -> None:
+    model, rng = model_of(name), np.random.default_rng(seed)
+    wanderer = Wanderer(model, rng, positions, 90, anywhere=name != "window", plain=True)
+    wander(wanderer, model, of_captured(model), 40, 1e-9)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_specification_is_captured_or_left_alone(name: str) -> None:
+    model, seed = model_of(name), 5
+    executor = of_captured(model)
+    scaled = [one.rope for one in SPECS[name].layers if one.rope is not None]
+    by_length = any(rope.scaling.by_length for rope in scaled)
+    wanderer = Wanderer(model, np.random.default_rng(seed), False, 16 if by_length else 60)
+    wanderer.anywhere, wanderer.plain = False, True
+    wander(wanderer, model, executor, 30, 1e-9)
+    counts, experts = executor.captures, any(one.experts for one in SPECS[name].layers)
+    if by_length or experts:
+        assert counts == CaptureCounts()
+    else:
+        assert counts.captured > 0 and counts.replayed > counts.captured
+
+
+def test_steps_are_replayed_from_their_shape_s_second_on() -> None:
+    executor = of_captured(model_of("plain"))
+    executor.run(one_feed([1, 2, 3], verbs=(OPEN,)))
+    for start in range(3, 63):
+        executor.run(one_feed([4], start=start))
+    # 62 positions fit into the first size; the prompt is a step of another kind.
+    assert executor.captures == CaptureCounts(first=1, captured=1, replayed=59, other=1)
+    for start in range(63, 70):
+        executor.run(one_feed([4], start=start))
+    # The 64th is the last of that size. More need other memory, whose addresses no graph has.
+    assert executor.captures == CaptureCounts(first=2, captured=2, replayed=65, other=1)
+
+
+def test_what_wants_more_than_logits_is_left_alone() -> None:
+    executor = of_captured(model_of("plain"))
+    executor.run(one_feed([1, 2, 3], verbs=(OPEN,)))
+    plain = one_feed([4], start=3)
+    works = [
+        replace(plain, extras={0: Extra(hidden=True)}),
+        replace(plain, starts=ints(4), extras={0: Extra(layers=True)}),
+        replace(plain, starts=ints(5), extras={0: Extra(attentions=True)}),
+        replace(plain, starts=ints(6), logits=ints(0)),
+        Work((), ints(0), ints(7), ints(2), ints(2), ints(4, 5)),
+    ]
+    for work in works:
+        output = executor.run(work)
+        assert len(output.logits) == int(work.logits.sum())
+        assert {*output.answers} == {f for f, one in work.extras.items() if one != Extra()}
+    assert executor.captures == CaptureCounts(other=6)
+
+
+def test_a_step_that_cannot_be_captured_is_run_all_the_same() -> None:
+    def refuse(step: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        raise RuntimeError("operation not permitted\nwhere a stream is captured")
+
+    model = model_of("plain")
+    executor, other = TorchExecutor(model, capture=refuse), TorchExecutor(model)
+    for one in (executor, other):
+        one.run(one_feed([1, 2, 3], verbs=(OPEN,)))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for start in range(3, 9):
+            work = one_feed([start], start=start)
+            torch.testing.assert_close(executor.run(work).logits, other.run(work).logits)
+    (warning,) = told
+    assert "starts its kernels one by one: operation not permitted" in str(warning.message)
+    assert "where a stream" not in str(warning.message)
+    assert executor.captures == CaptureCounts(first=1, other=5)
+
+
+def test_an_error_forgets_what_was_captured() -> None:
+    executor = of_captured(model_of("plain"))
+    executor.run(one_feed([1, 2, 3], verbs=(OPEN,)))
+    for start in range(3, 6):
+        executor.run(one_feed([4], start=start))
+    with pytest.raises(Exception, match="fed at the wrong place"):
+        executor.run(one_feed([4], start=9))
+    executor.run(one_feed([1, 2, 3], verbs=(OPEN,)))
+    found = executor.run(one_feed([4], start=3)).logits
+    plain = TorchExecutor(model_of("plain"))
+    torch.testing.assert_close(found, plain.run(one_feed([1, 2, 3, 4], verbs=(OPEN,))).logits)
+    assert (executor.captures.first, executor.captures.captured) == (2, 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])
+def test_the_laws_hold(name: str) -> None:
+    model = family_model(name, **({"sliding_window": 5} if name == "mistral" else {}))
+    opened = []
+
+    def executor(mix: object, max_rows: int) -> TorchExecutor:
+        opened.append(of_captured(model))
+        return opened[-1]
+
+    laws = Laws(executor)
+    for seed in range(5):
+        laws.check(for_decoder(random_mix(seed)))
+    assert sum(one.captures.replayed for one in opened) > 100
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+def test_a_gpu_replays_unless_operators_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("plain")
+    assert isinstance(open_executor(model, "torch"), TorchExecutor)
+    assert of_captured(model).captures == CaptureCounts()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_graphs_give_what_the_cpu_gives(name: str, dtype: torch.dtype) -> None:
+    here = model_of(name)
+    there = convert_model(here, device="cuda", dtype=dtype)
+    executor = open_executor(there)
+    assert isinstance(executor, TorchExecutor)
+    for seed in range(3):
+        wanderer = Wanderer(here, np.random.default_rng(seed), False, 90, anywhere=False)
+        wanderer.plain = True
+        error = 1e-5 if dtype == torch.float64 else 1e-3
+        wander(wanderer, here, executor, 40, error)
+        executor.run(Work(tuple(Verb("free", row) for row in wanderer.histories), *[ints()] * 5))
+    assert executor.captures.replayed > executor.captures.captured > 0
+
+
+@pytest.mark.cuda
+def test_operators_that_wait_cannot_be_captured() -> None:
+    capture = CudaCapture(torch.device("cuda", 0))
+    numbers = torch.arange(4, device="cuda")
+    replay, out = capture(lambda: numbers * 2)
+    numbers += 1
+    replay()
+    assert out.tolist() == [2, 4, 6, 8]
+    with pytest.raises(RuntimeError):
+        capture(lambda: numbers[numbers > int(numbers[0])])
+    replay()
+    assert out.tolist() == [2, 4, 6, 8]

@@ -27,7 +27,7 @@ from tests.structure.imports import (
 from tests.structure.private import private_uses
 
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("_version", "types", "errors", "memory", "processor"),
+    ("_version", "types", "errors", "memory", "processor", "devices"),
     ("config", "nn", "draws", "text", "images", "sounds", "files", "outputs"),
     ("cache", "processors", "stops", "shown", "records"),
     ("models", "adapters", "executors", "dialogue"),

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.devices import on_device, on_host
 from everystep.errors import RequestError, shown
 from everystep.types import Scores
 from everystep.types.draw_places import Places
@@ -85,11 +86,6 @@ def _possible(drawn: Tensor, probabilities: Tensor) -> Tensor:
     return torch.where(probabilities[:, :1].isnan(), -1, drawn)
 
 
-def on_host(scores: Tensor) -> bool:
-    """Return whether numpy may read the scores, which takes no waiting for a device."""
-    return scores.device.type == "cpu"
-
-
 def weights(scores: np.ndarray) -> np.ndarray:
     """Return (R, n) exp(score - highest); nan in a row without any finite score or with nan.
 
@@ -104,7 +100,7 @@ def _drawn(scores: Tensor, numbers: Tensor) -> Tensor:
     """Return (R,) where numbers (R, 1) in (0, 1) fall among the summed weights of scores (R, n)."""
     if not on_host(scores):
         power = (scores - scores.amax(dim=-1, keepdim=True)).double().exp()
-        drawn = _reached_on_device(power.cumsum(dim=-1), numbers.to(scores.device))
+        drawn = _reached_on_device(power.cumsum(dim=-1), on_device(scores.device, numbers))
         return _possible(drawn, power)[:, 0]
     array = scores.numpy()
     if scores.shape[-1] <= _SMALL:
@@ -203,7 +199,7 @@ class SharedDraws:
         full = probabilities.new_empty(places.slots, probabilities.shape[1]).exponential_()
         if len(places.slot) == places.slots and (places.slot == np.arange(places.slots)).all():
             return full
-        return full[torch.from_numpy(places.slot).to(full.device)]
+        return full[on_device(full.device, places.slot)]
 
 
 @dataclass(frozen=True)
@@ -231,7 +227,8 @@ class SeededDraws:
         self, probabilities: Tensor, places: Places, count: int
     ) -> Tensor:
         """Choose by Gumbel top-k (Kool et al. 2019); the numbers are keyed by token, not rank."""
-        noise = self.uniform(self.stream, places, probabilities.shape[1]).to(probabilities.device)
+        drawn = self.uniform(self.stream, places, probabilities.shape[1])
+        noise = on_device(probabilities.device, drawn)
         return _possible(_first_to_come(probabilities.double(), noise, count), probabilities)
 
     def uniform(self, stream: str, places: Places, n: int = 1) -> Tensor:

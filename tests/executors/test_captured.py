@@ -6,6 +6,7 @@ then: the arithmetic of a graph without a GPU. Tests marked `cuda` capture graph
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everystep.executors.captured import CaptureCounts, CudaCapture, Replay
+from everystep.executors.captured import (
+    Capture,
+    CaptureCounts,
+    CudaCapture,
+    Replay,
+    kept_steps,
+)
 from everystep.executors.choice import open_executor
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, convert_model
@@ -39,9 +46,14 @@ def rerun(step: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
     return lambda: out.copy_(step()), out
 
 
+def rerunning(device: torch.device) -> Capture:
+    return rerun
+
+
 def of_captured(model: Model) -> TorchExecutor:
-    """An executor that replays whatever may be."""
-    return TorchExecutor(model, capture=rerun)
+    """An executor that replays whatever may be, and has captured nothing yet."""
+    kept_steps(model, (rerunning, None))
+    return TorchExecutor(model, capture=rerunning)
 
 
 def wander(
@@ -120,7 +132,7 @@ def test_a_step_that_cannot_be_captured_is_run_all_the_same() -> None:
         raise RuntimeError("operation not permitted\nwhere a stream is captured")
 
     model = model_of("plain")
-    executor, other = TorchExecutor(model, capture=refuse), TorchExecutor(model)
+    executor, other = TorchExecutor(model, capture=lambda device: refuse), TorchExecutor(model)
     for one in (executor, other):
         one.run(one_feed([1, 2, 3], verbs=(OPEN,)))
     with warnings.catch_warnings(record=True) as told:
@@ -144,32 +156,60 @@ def test_an_error_forgets_what_was_captured() -> None:
     executor.run(one_feed([1, 2, 3], verbs=(OPEN,)))
     found = executor.run(one_feed([4], start=3)).logits
     plain = TorchExecutor(model_of("plain"))
-    torch.testing.assert_close(found, plain.run(one_feed([1, 2, 3, 4], verbs=(OPEN,))).logits)
+    wanted = plain.run(one_feed([1, 2, 3, 4], verbs=(OPEN,))).logits[-1:]
+    torch.testing.assert_close(found, wanted)
     assert (executor.captures.first, executor.captures.captured) == (2, 1)
+
+
+def test_what_an_executor_captured_the_next_one_replays() -> None:
+    model = family_model("llama")
+    first = of_captured(model)
+    first.run(one_feed([1, 2, 3], verbs=(OPEN,)))
+    for start in range(3, 6):
+        first.run(one_feed([4], start=start))
+    at_work = TorchExecutor(model, capture=rerunning)  # the first one has its own still
+    assert at_work.cache is not first.cache
+    kept = first.cache
+    del first
+    gc.collect()
+    second = TorchExecutor(model, capture=rerunning)
+    assert second.cache is kept and second.audit() == {}
+    second.run(one_feed([7, 8, 9], verbs=(OPEN,)))
+    found = second.run(one_feed([1], start=3)).logits
+    wanted = TorchExecutor(model).run(one_feed([7, 8, 9, 1], verbs=(OPEN,))).logits[-1:]
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    assert second.captures == CaptureCounts(replayed=1, other=1)
+    assert TorchExecutor(model).cache is not kept
+
+
+def test_what_was_cut_short_is_left_to_nobody() -> None:
+    model = family_model("llama")
+    first = of_captured(model)
+    first.run(one_feed([1, 2, 3], verbs=(OPEN,)))
+    with pytest.raises(Exception, match="fed at the wrong place"):
+        first.run(one_feed([4], start=9))
+    del first
+    gc.collect()
+    assert kept_steps(model, (rerunning, None)) is None
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])
 def test_the_laws_hold(name: str) -> None:
     model = family_model(name, **({"sliding_window": 5} if name == "mistral" else {}))
-    opened = []
+    counts = []
 
     def executor(mix: object, max_rows: int) -> TorchExecutor:
-        opened.append(of_captured(model))
-        return opened[-1]
+        opened = TorchExecutor(model, capture=rerunning)  # with what others have left
+        counts.append(opened.captures)
+        return opened
 
     laws = Laws(executor)
     for seed in range(5):
         laws.check(for_decoder(random_mix(seed)))
-    assert sum(one.captures.replayed for one in opened) > 100
+    assert sum(one.replayed for one in counts) > 50
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
-
-
-def test_a_gpu_replays_unless_operators_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of("plain")
-    assert isinstance(open_executor(model, "torch"), TorchExecutor)
-    assert of_captured(model).captures == CaptureCounts()
 
 
 @pytest.mark.cuda
@@ -187,6 +227,18 @@ def test_graphs_give_what_the_cpu_gives(name: str, dtype: torch.dtype) -> None:
         wander(wanderer, here, executor, 40, error)
         executor.run(Work(tuple(Verb("free", row) for row in wanderer.histories), *[ints()] * 5))
     assert executor.captures.replayed > executor.captures.captured > 0
+
+
+@pytest.mark.cuda
+def test_calls_replay_unless_operators_are_asked_for() -> None:
+    there = convert_model(model_of("plain"), device="cuda")
+    for name, replayed in (("auto", 1), ("torch", 0)):
+        executor = open_executor(there, name)
+        assert isinstance(executor, TorchExecutor)
+        executor.run(one_feed([1, 2, 3], verbs=(OPEN,)))
+        for start in range(3, 5):
+            executor.run(one_feed([4], start=start))
+        assert executor.captures.replayed == replayed
 
 
 @pytest.mark.cuda

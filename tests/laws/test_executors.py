@@ -17,9 +17,10 @@ import torch
 from everystep.cache.formats import CacheDtype
 from everystep.engine import Contrast, DoLa, DraftModel, OtherDraftModel, Tokenizers
 from everystep.executors.base import Executor
+from everystep.executors.choice import open_executor
 from everystep.executors.native import NativeExecutor
 from everystep.executors.torch_executor import TorchExecutor
-from everystep.models import Model
+from everystep.models import Model, convert_model
 from everystep.nn.rounding import Rounding
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.tokenizer import Letters
@@ -138,3 +139,26 @@ def check(executor: Callable[[Model], Executor], model: Model, block: int) -> No
     laws = Laws(lambda mix, max_rows: executor(model))
     for seed in range(block * MIXES, (block + 1) * MIXES):
         laws.check(for_decoder(random_mix(seed)))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "mamba"])
+def test_the_laws_hold_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    config = {"mistral": {"sliding_window": 5}, "mamba": {"state_size": 4}}.get(name, {})
+    model = convert_model(family_model(name, **config), device="cuda", dtype=dtype)
+    counts = []
+
+    def executor(mix: Mix, max_rows: int) -> Executor:
+        opened = open_executor(model)
+        assert isinstance(opened, TorchExecutor)
+        counts.append(opened.captures)
+        return opened
+
+    laws = Laws(executor)
+    for seed in range(MIXES):
+        mix = for_decoder(random_mix(seed))
+        laws.check(mix if model.has_positions else without_positions(mix))
+    # Recurrent layers are not captured.
+    replayed = sum(one.replayed for one in counts)
+    assert replayed == 0 if name == "mamba" else replayed > 50

@@ -23,9 +23,9 @@ from torch import Tensor
 from everystep.cache.bank import BankPart
 from everystep.cache.pool import Link
 from everystep.cache.rows import CacheRow, RowCache
+from everystep.devices import on_device
 from everystep.errors import InvariantError
 from everystep.nn.attention import View
-from everystep.nn.ragged import on_device
 from everystep.types import Extra, Work
 
 LONGEST_IN_RECTANGLE = 8

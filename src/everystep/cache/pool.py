@@ -20,10 +20,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from everystep.cache.formats import Codes
+from everystep.devices import on_device
 
 _LEAST_CAPACITY = 64
 _PAGED_BYTES = 1 << 20
@@ -92,6 +94,11 @@ class Pool:
         """The number of positions that fit into a line."""
         return self._data.shape[4]
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its memory."""
+        return self._data.nbytes
+
     def layer(self, index: int) -> Tensor:
         """Return (2, lines, K, capacity, D), a view."""
         return self._data[index]
@@ -138,8 +145,8 @@ class Pool:
         for source, target in zip(sources, targets, strict=True):
             self.touch(target, min(length, self._used[source]))
         if length:
-            copied = self._data[:, :, list(sources), :, :length]
-            self._data[:, :, list(targets), :, :length] = copied
+            read, written = (on_device(self._device, np.array(one)) for one in (sources, targets))
+            self._data[:, :, written, :, :length] = self._data[:, :, read, :, :length]
 
     def shift(self, line: int, by: int, length: int) -> None:
         """Drop the first `by` of `length` positions and move the others into their place."""

@@ -214,6 +214,17 @@ class RowCache:
                 held = self._encoders.items()
                 self._encoders = {key: one for key, one in held if one[1] is not gone.across}
 
+    def clear(self) -> None:
+        """Remove every row; the memory stays for others."""
+        for number in [*self._rows]:
+            self.free(number)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of memory for tails and segments, used or not."""
+        pools = [pool for bank in self.banks for pool in (bank.tails, bank.shelf)]
+        return sum(pool.nbytes for pool in (*pools, self.across))
+
     # --- feeds ------------------------------------------------------------------------------------
 
     def extend(self, row: CacheRow, count: int, wanted: int, *, alone: bool) -> list[BankPart]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.devices import on_device
 from everystep.engine.decided import chosen_by, picked_by
 from everystep.engine.feed import Feeds, columns_of
 from everystep.engine.layout import Layout, laid_out
@@ -135,7 +136,7 @@ class Scored:
         sequences = [self.batch.sequences[r] for r in rows.tolist()]
         lengths = np.array([sequence.visible for sequence in sequences], dtype=np.int64)
         every = self.scores.values
-        at = torch.from_numpy(rows).to(every.device)
+        at = on_device(every.device, rows)
         if any(sequence.request.processors for sequence in sequences):
             seen = Rows(self.batch.table, sequences, lengths, chosen)
             left = apply(seen, Scores.of(every[at]), owned=True, stages=self.stages)
@@ -258,7 +259,7 @@ class _NarrowedReadout:
         if not empty.any():
             return scores, self.allowed
         at = empty.nonzero()[:, 0]
-        part, at = rows.select(at.numpy()), at.to(scores.values.device)
+        part, at = rows.select(at.numpy()), on_device(scores.values.device, at)
         given = self.given.select(at)
         allowed = apply(part, given).whole().values > -torch.inf
         if self.allowed is not None:
@@ -411,7 +412,7 @@ def _take(logits: Tensor, rows: list[int]) -> Tensor:
     if rows == list(range(first, first + count)):
         chosen = logits if count == len(logits) else logits[first : first + count]
     else:
-        chosen = logits[torch.tensor(rows, device=logits.device)]
+        chosen = logits[on_device(logits.device, np.array(rows))]
     return chosen.to(torch.float32)
 
 

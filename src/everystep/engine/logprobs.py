@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.devices import on_device
 from everystep.outputs import TokenLogprobs
 from everystep.types import Children, Group, Sequence
 from everystep.types.stored import Chain, remembered, stored
@@ -48,7 +49,7 @@ def likelihoods(logits: Tensor, tokens: np.ndarray, best: int) -> list[Likelihoo
     """
     logits = logits.to(torch.float32)
     total = torch.logsumexp(logits, dim=-1, keepdim=True)
-    given = torch.tensor(tokens).to(logits.device)[:, None]
+    given = on_device(logits.device, torch.tensor(tokens))[:, None]
     known = (logits.gather(1, given.clamp(0, logits.shape[1] - 1)) - total)[:, 0]
     known = known.where(given[:, 0] < logits.shape[1], -torch.inf)
     chosen = known.where(given[:, 0] >= 0, torch.nan).tolist()
@@ -73,7 +74,7 @@ def note_choices(
     place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
     rows = np.array(first)[children.parent[owner]] + place
     widest = max(k for k in best if k is not None)
-    chosen = logits[torch.from_numpy(rows).to(logits.device)]
+    chosen = logits[on_device(logits.device, rows)]
     found = likelihoods(chosen, children.tokens[owner, place], widest)
     memo = list(children.memo or [None] * len(counts))
     for child, likelihood in zip(owner.tolist(), found, strict=True):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.devices import on_device
 from everystep.types import Request, Scores
 from everystep.types.request import Batch, places_of
 
@@ -28,7 +29,7 @@ def judged(scores: Scores, batch: Batch, drafted: list[Drafted]) -> Scores:
     numbers = _numbers(batch, verified)
     for request, first, ids, scored in verified:
         rows = values[first : first + len(ids)]
-        guesses = torch.from_numpy(ids).to(values.device)
+        guesses = on_device(values.device, ids)
         p, q = rows.softmax(dim=-1), _drawn_from(scored, guesses, rows)
         weight = request.verification.weight
         if request.verification.rejects:

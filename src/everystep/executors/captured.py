@@ -9,9 +9,11 @@ All of them do the same arithmetic. Steps of any other kind are left to the call
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -20,18 +22,23 @@ from torch import Tensor
 from everystep.cache.context import CacheContext
 from everystep.cache.fixed_plan import MOST_LINES, FixedShape, fixed_step, lay_out
 from everystep.cache.rows import RowCache
+from everystep.devices import on_device
+from everystep.models import Model
 from everystep.models.decoder import Decoder
 from everystep.nn.linear import weights_of
 from everystep.nn.network import Network, StepInputs
-from everystep.nn.ragged import on_device
 from everystep.types import Extra, Work
 
 _MOST_GRAPHS = 64
+
+_MOST_KEPT_BYTES = 1 << 30
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
 """What captures a step: it takes what runs the step and returns what runs it again, and the tensor
 that has the result then."""
+
+ReadOut = Callable[[Tensor], Tensor]
 
 
 class CudaCapture:
@@ -78,26 +85,29 @@ class _Step:
 
 
 class CapturedSteps:
-    """The captured steps of one executor on the rows of `cache`.
+    """The captured steps of one executor after another, on the rows of `cache`.
 
     `read_out`: hidden states after the last layer (n, E) -> logits (n, V), by operators alone.
+    `counts`: those of the executor that has them now. `in_order`: no step was left half done.
     """
 
     def __init__(
-        self,
-        network: Decoder,
-        cache: RowCache,
-        capture: Capture,
-        read_out: Callable[[Tensor], Tensor],
-        counts: CaptureCounts,
+        self, network: Decoder, cache: RowCache, capture: Capture | None, read_out: ReadOut
     ) -> None:
+        self.cache = cache
+        self.counts = CaptureCounts()
+        self.in_order = True
         self._network = network
-        self._cache = cache
-        self._capture: Capture | None = capture
+        self._capture = capture
         self._read_out = read_out
-        self._counts = counts
         self._steps: OrderedDict[FixedShape, _Step] = OrderedDict()
         self._allocations = 0
+
+    def on(self, cache: RowCache) -> CapturedSteps:
+        """Return one that has captured nothing yet, for the same executor on other rows."""
+        steps = CapturedSteps(self._network, cache, self._capture, self._read_out)
+        steps.counts = self.counts
+        return steps
 
     def run(self, work: Work, places: np.ndarray) -> Tensor | None:
         """Run a work whose verbs were applied, and return its logits (F, V).
@@ -105,24 +115,24 @@ class CapturedSteps:
         `places`: (F,) or (axes, F) position ids. None, and nothing has changed, where it is no step
         of the kind that can be captured.
         """
-        if self._capture is None or not is_single(work) or len(self._cache.lines) > MOST_LINES:
-            self._counts.other += bool(len(work.rows))
+        if self._capture is None or not is_single(work) or len(self.cache.lines) > MOST_LINES:
+            self.counts.other += bool(len(work.rows))
             return None
-        shape, sheet = lay_out(self._cache, work, places)
+        shape, sheet = lay_out(self.cache, work, places)
         return self._logits(shape, sheet)[: len(work.rows)].clone()
 
     def _logits(self, shape: FixedShape, sheet: np.ndarray) -> Tensor:
         """Return (lines, V) logits, those of the feeds first, in the order of these."""
-        if self._allocations != self._cache.counts.allocations:
+        if self._allocations != self.cache.counts.allocations:
             # Graphs read addresses, and keys and values have moved.
             self._steps.clear()
-            self._allocations = self._cache.counts.allocations
+            self._allocations = self.cache.counts.allocations
         numbers = on_device(self._network.device, sheet)
         if shape not in self._steps:
             if len(self._steps) == _MOST_GRAPHS:
                 self._steps.popitem(last=False)
             self._steps[shape] = _Step(numbers)
-            self._counts.first += 1
+            self.counts.first += 1
             return self._forward(shape, numbers)
         self._steps.move_to_end(shape)
         step = self._steps[shape]
@@ -131,7 +141,7 @@ class CapturedSteps:
             self._captured(shape, step)
         if step.replay is None or step.logits is None:
             return self._forward(shape, numbers)
-        self._counts.replayed += 1
+        self.counts.replayed += 1
         step.replay()
         return step.logits
 
@@ -151,15 +161,40 @@ class CapturedSteps:
                 stacklevel=2,
             )
         else:
-            self._counts.captured += 1
+            self.counts.captured += 1
 
     def _forward(self, shape: FixedShape, sheet: Tensor) -> Tensor:
         one = fixed_step(shape, sheet)
         hidden = self._network.embed(one.tokens)
         # Lengths matter to ropes that cannot be captured.
         inputs = StepInputs(hidden, one.positions, torch.empty(0, dtype=torch.int64))
-        found = self._network.forward(inputs, CacheContext(self._cache, one.plan))
+        found = self._network.forward(inputs, CacheContext(self.cache, one.plan))
         return self._read_out(found[one.order])
+
+
+_KEPT: WeakKeyDictionary[Model, tuple[object, CapturedSteps]] = WeakKeyDictionary()
+
+
+def keep_when_gone(executor: object, model: Model, made_by: object, steps: CapturedSteps) -> None:
+    """Let the next executor of the model have the steps, their rows removed, once this is gone."""
+    gone = weakref.finalize(executor, _keep, weakref.ref(model), made_by, steps)
+    gone.atexit = False
+
+
+def _keep(model: weakref.ref[Model], made_by: object, steps: CapturedSteps) -> None:
+    alive = model()
+    if alive is not None and steps.in_order and steps.cache.nbytes <= _MOST_KEPT_BYTES:
+        steps.cache.clear()
+        _KEPT[alive] = made_by, steps
+
+
+def kept_steps(model: Model, made_by: object) -> CapturedSteps | None:
+    """Return what an earlier executor of the model left that was made by the same; else None.
+
+    Nobody else gets it then.
+    """
+    kept = _KEPT.pop(model, None)
+    return None if kept is None or kept[0] != made_by else kept[1]
 
 
 def is_single(work: Work) -> bool:

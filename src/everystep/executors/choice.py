@@ -55,7 +55,7 @@ def open_executor(
         reasons.append("its rows are in full precision")
     if name == "torch" or (name == "auto" and reasons):
         captures = name == "auto" and model.device.type == "cuda"
-        capture = CudaCapture(model.device) if captures else None
+        capture = CudaCapture if captures else None
         return TorchExecutor(model, quantization, cache_dtype, capture=capture)
     if reasons:
         raise UnsupportedError(

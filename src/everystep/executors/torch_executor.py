@@ -20,11 +20,15 @@ from everystep.cache.context import CacheContext
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.cache.plan import Plan, runs
 from everystep.cache.rows import RowCache
+from everystep.devices import on_device
 from everystep.executors.captured import (
     Capture,
     CaptureCounts,
     CapturedSteps,
+    ReadOut,
     can_be_captured,
+    keep_when_gone,
+    kept_steps,
 )
 from everystep.executors.positions import (
     declared_inputs,
@@ -39,11 +43,8 @@ from everystep.models import Model, embedded, refuse_copies
 from everystep.models.decoder import Decoder
 from everystep.nn.modes import inference_mode, outside_autocast
 from everystep.nn.network import Full, Network, Placed, StepInputs, Window
-from everystep.nn.ragged import on_device
 from everystep.nn.split import Split
 from everystep.types import Answer, Extra, InputSpec, Past, StepOutput, Work
-
-ReadOut = Callable[[Tensor], Tensor]
 
 
 class TorchExecutor:
@@ -51,9 +52,9 @@ class TorchExecutor:
 
     `quantization`: how rows keep what they hold, None for full precision, which is `cache_dtype`
     or, without it, the type of the model. `read_out`: for a part of a model, what turns hidden
-    states after the last norm (n, E) into logits (n, V), whenever it is called. `capture`: what
-    captures steps of one position per row, to replay them; None: each runs operator by operator.
-    `captures`: how many steps were captured and replayed so far.
+    states after the last norm (n, E) into logits (n, V), whenever it is called. `capture`: makes
+    what captures steps of one position per row on a device, to replay them; None: each step runs
+    operator by operator. `captures`: how many were captured and replayed so far.
     """
 
     __reduce_ex__ = refuse_copies
@@ -65,7 +66,7 @@ class TorchExecutor:
         quantization: Quantization | None = None,
         cache_dtype: CacheDtype | None = None,
         read_out: ReadOut | None = None,
-        capture: Capture | None = None,
+        capture: Callable[[torch.device], Capture] | None = None,
     ) -> None:
         network = model.network
         self._network = network
@@ -78,20 +79,35 @@ class TorchExecutor:
         layout = (network.own_stores, network.dtype, network.device, across)
         self._fresh_rows = partial(RowCache, *layout, quantization or cache_dtype)
         self.captures = CaptureCounts()
-        self._capture = capture
-        self._open_rows()
+        self._captured: CapturedSteps | None = None
+        self.cache = self._fresh_rows()
+        if capture is not None and can_be_captured(network, self.cache):
+            self._take_steps(model, capture, cache_dtype)
         self._cut_short = False
         self.abilities = self._able()
 
-    def _open_rows(self) -> None:
-        """Begin without rows."""
+    def _take_steps(
+        self,
+        model: Model,
+        capture: Callable[[torch.device], Capture],
+        cache_dtype: CacheDtype | None,
+    ) -> None:
+        """Have steps captured: go on with what an earlier executor captured, if it left that."""
+        made_by = capture, cache_dtype
+        steps = kept_steps(model, made_by)
+        if steps is None:
+            network = cast(Decoder, self._network)
+            read_out = partial(_whole_logits, network)
+            steps = CapturedSteps(network, self.cache, capture(self.device), read_out)
+        steps.counts = self.captures
+        self._captured, self.cache = steps, steps.cache
+        keep_when_gone(self, model, made_by, steps)
+
+    def _begin_again(self) -> None:
+        """Forget what a step that was cut short has left."""
         self.cache = self._fresh_rows()
-        self._captured: CapturedSteps | None = None
-        network = self._network
-        if self._capture is not None and can_be_captured(network, self.cache):
-            read_out = partial(self._logits, network)
-            given = cast(Decoder, network), self.cache, self._capture, read_out, self.captures
-            self._captured = CapturedSteps(*given)
+        if self._captured is not None:
+            self._captured = self._captured.on(self.cache)
 
     def _able(self) -> frozenset[str]:
         network = self._network
@@ -117,10 +133,14 @@ class TorchExecutor:
         """
         with in_process(), inference_mode(), outside_autocast():
             if self._cut_short:
-                self._open_rows()
+                self._begin_again()
             self._cut_short = True
+            if self._captured is not None:
+                self._captured.in_order = False
             output = self._run(work)
         self._cut_short = False
+        if self._captured is not None:
+            self._captured.in_order = True
         return output
 
     def _run(self, work: Work) -> StepOutput:
@@ -144,7 +164,7 @@ class TorchExecutor:
         wanted = hidden if rows is None else hidden[self._moved(rows)]
         network = network if rows is None else network.at(rows)
         if work.best is None or not isinstance(network, Decoder) or network.split is None:
-            return StepOutput(self._logits(network, wanted), answers)
+            return StepOutput(_whole_logits(network, wanted), answers)
         return self._listed(work, network, network.split, network.finish(wanted), answers)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -251,11 +271,6 @@ class TorchExecutor:
             return weights
         return self._split.joined(weights, 0, self._network.heads)
 
-    def _logits(self, network: Network, hidden: Tensor) -> Tensor:
-        """Turn (R, E) hidden states after the last layer into logits (R, V)."""
-        logits = network.logits(network.finish(hidden))
-        return logits if logits.dtype.itemsize >= 4 else logits.float()
-
     def _listed(
         self,
         work: Work,
@@ -283,6 +298,12 @@ class TorchExecutor:
         wide = self._network.dtype == torch.float64
         dtype = torch.float64 if wide else torch.float32
         return torch.empty(0, self.vocab_size, dtype=dtype, device=self.device)
+
+
+def _whole_logits(network: Network, hidden: Tensor) -> Tensor:
+    """Turn (R, E) hidden states after the last layer into logits (R, V)."""
+    logits = network.logits(network.finish(hidden))
+    return logits if logits.dtype.itemsize >= 4 else logits.float()
 
 
 def _read_again(read_out: ReadOut, states: Tensor, rows: Tensor) -> Tensor:

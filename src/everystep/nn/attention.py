@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from everystep.nn.ragged import on_device
+from everystep.devices import on_device
 
 _FEW_QUERIES = 16
 

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.devices import on_device
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
@@ -76,9 +78,3 @@ class Ragged:
         room = x.new_zeros(self.total, *x.shape[2:])
         room[self.chosen] = found
         return room
-
-
-def on_device(device: torch.device, array: np.ndarray) -> Tensor:
-    """Return the same numbers as a tensor there, without waiting for what the device still does."""
-    # CUDA takes pageable memory away before it returns, so that the array may change at once.
-    return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from everystep.config.kinds import plain
-from everystep.draws import on_host
+from everystep.devices import on_device, on_host
 from everystep.errors import RequestError, shown
 from everystep.processors.base import Narrowing, Permitting, remembers
 from everystep.processors.bias import only_allowed
@@ -174,7 +174,7 @@ class AllowedSequencesLogitsProcessor(Narrowing, Permitting):
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         """Process (R, V) -> (R, V)."""
-        allowed = self.may_follow(rows, scores.shape[1]).to(scores.device)
+        allowed = on_device(scores.device, self.may_follow(rows, scores.shape[1]))
         mask = torch.zeros_like(scores).masked_fill_(~allowed, -math.inf)
         return only_allowed(rows, scores, mask, self.num_beams)
 

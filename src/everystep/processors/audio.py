@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everystep.config.kinds import COUNT, ONE_OR_MORE_IDS, POSITIVE, SIZE, integer
-from everystep.draws import on_host
+from everystep.devices import on_device, on_host
 from everystep.nn.modes import modes_kept
 from everystep.processors.base import LogitsProcessor, Overwriting
 from everystep.processors.stacking import Argument
@@ -158,7 +158,7 @@ class AlternatingCodebooksLogitsProcessor(Overwriting):
             if which.all():
                 scores[:, closed] = -math.inf
             elif which.any():
-                scores[torch.from_numpy(which).to(scores.device), closed] = -math.inf
+                scores[on_device(scores.device, which), closed] = -math.inf
         return scores
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.devices import on_device
 from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.processors.best import is_wide, without
 from everystep.processors.edits import Edit
@@ -258,7 +259,7 @@ class UserProcessor:
         # What is called may change its argument in place; ours stays as it is.
         if self.takes_rows:
             return self._checked(self.call(rows, scores.clone()), scores)
-        ids, lengths = rows.ids().to(scores.device), rows.lengths
+        ids, lengths = on_device(scores.device, rows.ids()), rows.lengths
         if len(rows) and np.all(lengths == lengths[0]):
             return self._checked(self.call(ids.clone(), scores.clone()), scores)
         parts = [

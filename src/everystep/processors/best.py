@@ -16,7 +16,8 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
-from everystep.draws import on_host, weights
+from everystep.devices import on_host
+from everystep.draws import weights
 from everystep.processors.stacking import Counts, Numbers, greatest
 from everystep.types import Scores
 

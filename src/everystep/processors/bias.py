@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from everystep.config.kinds import BIASES, COUNT, ONE_OR_MORE_IDS, WORDS, Kind, is_number, require
+from everystep.devices import on_device
 from everystep.errors import RequestError
 from everystep.processors.base import Editing, LogitsProcessor, Permitting
 from everystep.processors.edits import Edit, places
@@ -95,8 +96,9 @@ class _Biases(Editing):
         for before, last, bias in longer:
             row, word = matching_tails(rows, before)
             if len(row):
-                at = tuple(torch.from_numpy(i).to(device) for i in (row, last[word]))
-                total.index_put_(at, torch.from_numpy(bias[word]).to(scores), accumulate=True)
+                at = tuple(on_device(device, i) for i in (row, last[word]))
+                added = on_device(device, bias[word], scores.dtype)
+                total.index_put_(at, added, accumulate=True)
         first = torch.arange(0, len(scores) * size, size, device=device)
         index = (first[:, None] + ends).view(-1)
         return Edit(index, scores.view(-1).index_select(0, index) + total.view(-1))
@@ -171,7 +173,7 @@ class PrefixConstrainedLogitsProcessor(Permitting):
         return found
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        allowed = self.may_follow(rows, scores.shape[1]).to(scores.device)
+        allowed = on_device(scores.device, self.may_follow(rows, scores.shape[1]))
         mask = torch.zeros_like(scores).masked_fill_(~allowed, -math.inf)
         return only_allowed(rows, scores, mask, self.num_beams)
 
@@ -217,7 +219,7 @@ def only_allowed(rows: Rows, scores: Tensor, mask: Tensor, num_beams: int) -> Te
     if not bool(hopeless.any()):
         return constrained
     whole = _in_all_beams(rows, hopeless.cpu().numpy(), num_beams)
-    return torch.where(torch.from_numpy(whole)[:, None].to(scores.device), mask, constrained)
+    return torch.where(on_device(scores.device, whole)[:, None], mask, constrained)
 
 
 def _in_all_beams(rows: Rows, hopeless: np.ndarray, num_beams: int) -> np.ndarray:
@@ -258,7 +260,8 @@ class LogitBias(Editing):
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
         check_width((token for token, _ in self.table), scores.shape[-1], "logit_bias")
         tokens = np.array([token for token, _ in self.table], dtype=np.int64)
-        bias = torch.tensor([bias for _, bias in self.table], dtype=torch.float64).to(scores)
+        biases = np.array([bias for _, bias in self.table], dtype=np.float64)
+        bias = on_device(scores.device, biases, scores.dtype)
         index = places(scores, np.arange(len(rows))[:, None], tokens)
         return Edit(index, scores.view(-1).index_select(0, index) + bias.repeat(len(rows)))
 

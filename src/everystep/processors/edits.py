@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.draws import on_host
+from everystep.devices import on_device, on_host
 
 # Places that are revised at once: enough for a call, and few enough to stay in the core's cache.
 _AT_ONCE = 4096
@@ -68,7 +68,7 @@ def revised(
     if not _is_array(scores):
         for stretch in stretches:
             part = scores[stretch.rows].view(-1)
-            index = torch.from_numpy(stretch.places).to(scores.device)
+            index = on_device(scores.device, stretch.places)
             part.scatter_(0, index, revise(part.index_select(0, index), stretch))
         return scores
     array = scores.numpy()
@@ -106,7 +106,9 @@ def stretches(tokens: Sequence[np.ndarray], scores: Tensor) -> Iterator[Stretch]
 
 def alike(values: np.ndarray, old: Any) -> Any:
     """Return the values as an array or tensor of the same kind as `old`."""
-    return torch.from_numpy(values).to(old) if isinstance(old, Tensor) else values.astype(old.dtype)
+    if isinstance(old, Tensor):
+        return on_device(old.device, values, old.dtype)
+    return values.astype(old.dtype)
 
 
 def places(scores: Tensor, row: np.ndarray, token: np.ndarray) -> Tensor:
@@ -118,7 +120,7 @@ def places(scores: Tensor, row: np.ndarray, token: np.ndarray) -> Tensor:
     index = row * size + token
     if token.size and (token.max() >= size or token.min() < 0):
         index = index[np.broadcast_to((token >= 0) & (token < size), index.shape)]
-    return torch.from_numpy(index.reshape(-1)).to(scores.device)
+    return on_device(scores.device, index.reshape(-1))
 
 
 def banned(scores: Tensor, row: np.ndarray, token: np.ndarray) -> Edit | None:
@@ -140,4 +142,4 @@ def forced_in(scores: Tensor, which: np.ndarray, tokens: tuple[int, ...]) -> Edi
         return None
     rows = np.flatnonzero(which)
     index = places(scores, rows[:, None], np.array(tokens, dtype=np.int64))
-    return Edit(index, 0.0, torch.from_numpy(rows).to(scores.device))
+    return Edit(index, 0.0, on_device(scores.device, rows))

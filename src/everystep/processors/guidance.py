@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from everystep.config.kinds import NUMBER, POSITIVE, SIZE, integer, number, require
+from everystep.devices import on_device
 from everystep.errors import RequestError
 from everystep.processors.base import LogitsProcessor
 from everystep.processors.stacking import Argument
@@ -241,4 +242,4 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
         """Return (R, V) scores without what the (R, n) chosen tokens cost."""
         counts = torch.zeros(scores.shape, dtype=torch.int64)
         counts.scatter_add_(1, chosen.cpu(), torch.ones_like(chosen, device="cpu"))
-        return scores - self.diversity_penalty * counts.to(scores.device)
+        return scores - self.diversity_penalty * on_device(scores.device, counts)

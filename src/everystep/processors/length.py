@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from everystep.config.kinds import COUNT, DECAY, ONE_OR_MORE_IDS
+from everystep.devices import on_device
 from everystep.processors.base import Editing, Narrowing
 from everystep.processors.best import is_wide
 from everystep.processors.edits import Edit, banned_in, forced_in, places
@@ -120,7 +121,7 @@ class ExponentialDecayLengthPenalty(Editing):
         index = places(scores, np.repeat(late, len(ends)), np.tile(ends, len(late)))
         gains = np.repeat([_gain(factor, int(n)) for n in beyond[late]], len(ends))
         ending = scores.view(-1).index_select(0, index)
-        gained = torch.abs(ending) * torch.from_numpy(gains).to(scores)
+        gained = torch.abs(ending) * on_device(scores.device, gains, scores.dtype)
         return Edit(index, ending + gained.masked_fill(~torch.isfinite(ending), 0.0))
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.devices import on_device
 from everystep.processors.base import (
     LogitsProcessor,
     Narrowing,
@@ -101,7 +102,7 @@ def allowed_tokens(rows: Rows, scores: Tensor) -> Tensor | None:
     found = torch.ones(scores.shape, dtype=torch.bool)
     for one, indices in owners.items():
         found[indices] &= one.may_follow(rows.select(np.array(indices)), scores.shape[1])
-    return found.to(scores.device)
+    return on_device(scores.device, found)
 
 
 @dataclass(slots=True)
@@ -169,7 +170,7 @@ class _Canvas:
             self.run_all(processors)
             return
         scores, chosen = self.settled(), np.array(indices)
-        at = torch.from_numpy(chosen).to(scores.values.device)
+        at = on_device(scores.values.device, chosen)
         part = _Canvas(self.rows.select(chosen), scores.select(at), owned=True, stages=self.stages)
         part.run_all(processors)
         self._put(at, part.settled())

@@ -29,6 +29,7 @@ from everystep.config.kinds import (
     is_integer,
     is_list,
 )
+from everystep.devices import on_device
 from everystep.processors.base import Editing, Overwriting, remembers
 from everystep.processors.edits import Edit, Stretch, alike, banned, revised, stretches
 from everystep.processors.remembered import NGrams, Occurrences, remembered
@@ -274,8 +275,10 @@ class Dry(Editing):
         lost = self.multiplier * self.base ** (length[last] - self.allowed_length).astype(
             np.float64
         )
-        at = torch.from_numpy(index[last]).to(scores.device)
-        return Edit(at, scores.view(-1).index_select(0, at) - torch.from_numpy(lost).to(scores))
+        at = on_device(scores.device, index[last])
+        return Edit(
+            at, scores.view(-1).index_select(0, at) - on_device(scores.device, lost, scores.dtype)
+        )
 
     @property
     def _longest_counted(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from everystep.config.kinds import FRACTION, NOT_NEGATIVE, POSITIVE
+from everystep.devices import on_device
 from everystep.processors.base import (
     Filter,
     LogitsProcessor,
@@ -104,7 +105,7 @@ class Xtc(Narrowing):
     keeps_lists = True
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        strikes = _numbers(rows).to(scores.device) < column(self.probability, scores)
+        strikes = on_device(scores.device, _numbers(rows)) < column(self.probability, scores)
         return scores.masked_fill(self.removed(scores) & strikes, -math.inf)
 
     def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
@@ -178,7 +179,7 @@ class Mirostat(LogitsProcessor):
             # The rows of a wave follow drafts whose surprises the previous wave has found.
             found = [self._limit(rows, r) for r in wave.tolist()]
             limits = torch.tensor(found, dtype=torch.float64)
-            at = torch.from_numpy(wave).to(scores.device)
+            at = on_device(scores.device, wave)
             far = surprise[at] > limits[:, None].to(scores)
             least = self.min_tokens_to_keep
             least = tuple(least[r] for r in wave) if isinstance(least, tuple) else least

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from everystep.config.kinds import SIZE, Kind, plain, require
+from everystep.devices import on_device
 from everystep.errors import RequestError
 
 Numbers = float | tuple[float, ...]
@@ -127,14 +128,14 @@ def _changed(processor: P, values: dict[str, Any]) -> P:
 def column(value: Numbers, scores: Tensor) -> Any:
     """Return a number as it is; an argument per row as (R, 1) in the scores' type and place."""
     if isinstance(value, tuple):
-        return torch.tensor(value, dtype=torch.float64)[:, None].to(scores)
+        return on_device(scores.device, np.array(value, dtype=np.float64)[:, None], scores.dtype)
     return value
 
 
 def counts(value: Numbers, scores: Tensor) -> Any:
     """Do as `column`, in a type of its own."""
     if isinstance(value, tuple):
-        return torch.tensor(value, device=scores.device)[:, None]
+        return on_device(scores.device, torch.tensor(value))[:, None]
     return value
 
 

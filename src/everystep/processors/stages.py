@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
+from everystep.devices import on_device
 from everystep.processors.base import LogitsProcessor
 from everystep.types import Rows, Scores, Sequence
 
@@ -46,7 +46,7 @@ class Stages:
         chosen, left = rows, scores
         if len(at) < len(rows.sequences) or scores.tokens is None:  # whole rows may be changed
             chosen = rows.select(np.array(at))
-            left = scores.select(torch.tensor(at, device=scores.values.device))
+            left = scores.select(on_device(scores.values.device, np.array(at)))
         if waiting is not None:
             left = Scores.of(waiting.process(chosen, left.values))
         owners = zip(chosen.sequences, chosen.lengths.tolist(), strict=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from everystep.config.kinds import plain
 from everystep.config.nested import SynthIDTextWatermarkingConfig as Config
+from everystep.devices import on_device
 from everystep.errors import RequestError
 from everystep.processors.base import LogitsProcessor, remembers
 from everystep.types import Rows
@@ -62,7 +63,7 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         step = max(_BLOCK // scores.shape[-1], 1)
         for begin in range(0, len(marked), step):
             block = marked[begin : begin + step]
-            at = torch.tensor(block, device=scores.device)
+            at = on_device(scores.device, torch.tensor(block))
             result[at] = self._marked(result[at], [contexts[r] or 0 for r in block])
         return result
 
@@ -118,7 +119,7 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         tokens = np.arange(width, dtype=np.uint64)
         hashes = np.array(contexts, dtype=np.uint64)[:, None]
         g = self._g(_step(hashes, tokens), [self.keys[layer]])[..., 0]
-        return torch.from_numpy(g).to(scores)
+        return on_device(scores.device, g, scores.dtype)
 
     def _periodic(self, width: int, scores: Tensor) -> Tensor:
         """Return (depth, width) the g-values of every context + token from 0 on."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from everystep.config.kinds import BETWEEN_0_AND_1, FRACTION, FRACTION_ABOVE_0, POSITIVE, SIZE
+from everystep.devices import on_device
 from everystep.draws import weights
 from everystep.processors.base import Filter, Narrowing, processed_lists
 from everystep.processors.best import (
@@ -260,7 +261,9 @@ class EtaLogitsWarper(Filter):
         logs = _normalised(scores)
         entropy = _entropy(logs, torch.softmax(logs, dim=-1))
         # float32 whatever the scores are, as in transformers.
-        epsilon = torch.as_tensor(counts(self.epsilon, scores)).to(scores.device, torch.float32)
+        epsilon = on_device(
+            scores.device, torch.as_tensor(counts(self.epsilon, scores)), torch.float32
+        )
         low = scores.softmax(dim=-1) < torch.min(epsilon, epsilon.sqrt() * torch.exp(-entropy))
         return low & (scores < _kth_highest(scores, self.min_tokens_to_keep))
 

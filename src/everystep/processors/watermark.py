@@ -19,6 +19,7 @@ from torch import Tensor
 
 from everystep.config.kinds import BETWEEN_0_AND_1, NUMBER, SIZE, integer, one_of
 from everystep.config.nested import WatermarkingConfig
+from everystep.devices import on_device
 from everystep.errors import RequestError, shown
 from everystep.processors.base import Overwriting
 from everystep.processors.edits import Edit, places
@@ -161,7 +162,7 @@ class WatermarkLogitsProcessor(Overwriting):
 
     def _candidates(self, rows: Rows, scores: Tensor, marked: np.ndarray) -> Edit:
         """Return the raised scores of those best ids that are green after their prefixes."""
-        at = torch.from_numpy(marked).to(scores.device)
+        at = on_device(scores.device, marked)
         count = min(_CANDIDATES, scores.shape[-1])
         best = torch.topk(scores[at], count, dim=-1).indices.cpu().numpy()
         last = rows.lengths[marked, None] + np.arange(1 - self.context_width, 0)

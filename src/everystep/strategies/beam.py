@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.devices import on_device
 from everystep.strategies.base import Batch, Reads, strategy, undrawable
 from everystep.strategies.beams import (
     NEVER,
@@ -71,7 +72,7 @@ class Beam(BeamSettings):
             return self._pick_listed(batch, scores.values.numpy(), scores.tokens.numpy())
         values = scores.whole().values
         running = accumulated(batch.sequences, batch.groups, self.width)
-        total = values + torch.from_numpy(running).to(values)[:, None]
+        total = values + on_device(values.device, running, values.dtype)[:, None]
         total = total.reshape(len(batch.groups), -1)  # (G, W * V)
         if not self.sampled:
             return tuple(torch.topk(total, self.ranked))

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.devices import on_device
 from everystep.strategies.banks import Candidate, Offspring, SearchBank
 from everystep.strategies.base import Batch, Reads
 from everystep.strategies.beams import (
@@ -63,7 +64,7 @@ class BankedBeams(BeamSettings):
         sequences = [batch.sequences[r] for r in rows.tolist()]
         running = accumulated(sequences, batch.groups, self.beams)
         values = scores.whole().values[torch.from_numpy(rows)]
-        return values + torch.from_numpy(running).to(values)[:, None]
+        return values + on_device(values.device, running, values.dtype)[:, None]
 
     def rows(self, batch: Batch, search: int) -> np.ndarray:
         """Return (G * beams,) the rows of one search per request."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.devices import on_device
 from everystep.errors import RequestError
 from everystep.processors.allowed import AllowedSequencesLogitsProcessor as AllowedSequences
 from everystep.processors.grammars.mask import GrammarMask
@@ -78,7 +79,7 @@ class ConstrainedBeam(BankedBeams):
                 got=int(ids.max()),
                 do="Check that tokenizer and model belong together",
             )
-        return (*top, total.gather(1, torch.from_numpy(ids).to(total.device)))
+        return (*top, total.gather(1, on_device(total.device, ids)))
 
     def state(self, batch: Batch, row: int) -> ConstraintListState:
         """Return how far the constraints of a row are; to be copied before it is changed."""

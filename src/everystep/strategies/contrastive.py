@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.devices import on_device
 from everystep.strategies.base import Batch, Reads, strategy, undrawable
 from everystep.strategies.single import Picked
 from everystep.types import Children, Finished, FinishReason, Group, Scores
@@ -40,7 +41,9 @@ class Contrastive:
         values = scores.whole().values
         probabilities, tokens = torch.topk(torch.softmax(values, dim=-1), self.top_k)
         units: dict[tuple[int, int], Tensor] = {}
-        ratings = [self._rating(batch, s, units).to(values.device) for s in range(len(batch))]
+        ratings = [
+            on_device(values.device, self._rating(batch, s, units)) for s in range(len(batch))
+        ]
         return torch.stack(ratings), probabilities, tokens
 
     def _rating(self, batch: Batch, s: int, units: dict[tuple[int, int], Tensor]) -> Tensor:

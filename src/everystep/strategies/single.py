@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.draws import on_host
+from everystep.devices import on_host
 from everystep.errors import RequestError, shown
 from everystep.strategies.base import Batch, Reads, strategy, undrawable
 from everystep.types import Children, Finished, Group, Scores

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.devices import on_device
 from everystep.errors import RequestError
 from everystep.processors.base import Narrowing, Overwriting, Permitting, remembers
 from everystep.processors.best import is_wide
@@ -59,7 +60,7 @@ class GrammarMask(Overwriting, Narrowing, Permitting):
 
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
         masks = self._masks(rows)
-        scores.masked_fill_(_banned(masks, scores.shape[1]).to(scores.device), -math.inf)
+        scores.masked_fill_(on_device(scores.device, _banned(masks, scores.shape[1])), -math.inf)
         self._require_some(rows, masks, scores)
         return scores
 

@@ -1,13 +1,13 @@
 """How fast does an accelerator decode, compared with transformers?
 
-    scripts/bench accelerator [--shapes default 7b] [--tokens 64] [--repeats 3] [--compiled]
-                              [--out NAME]
+    scripts/bench accelerator [--shapes default 7b] [--cases 1x1 8x1 32x1 1x4] [--tokens 64]
+                              [--repeats 3] [--compiled] [--out NAME]
 
 All run on the first CUDA device, in turn, on the same random weights: everystep with its steps
 captured as graphs, everystep with torch operators one by one (`executor="torch"`), transformers,
 and with --compiled transformers with a static cache, which it compiles by itself. "default" has
 the shape of the default model, in float32 and bfloat16; "7b" that of Llama 2 with 7 billion
-parameters, in bfloat16. Prints, and writes to bench/results/, the medians of new tokens per second
+parameters, in bfloat16. A case is rows x beams. Prints, and writes to bench/results/, the medians of new tokens per second
 of whole `generate` calls, the prompt of 32 tokens included; beside them how often a step of ours
 waited for the device, and how many steps were replayed.
 """
@@ -29,7 +29,7 @@ from everystep.api.model import LanguageModel
 from everystep.executors.torch_executor import TorchExecutor
 
 PROMPT = 32
-CASES = ((1, 1), (8, 1), (32, 1), (1, 4))  # (batch, beams)
+CASES = ("1x1", "8x1", "32x1", "1x4")
 SHAPES: Mapping[str, Mapping[str, int]] = {
     "default": {
         "vocab_size": 49152,
@@ -150,6 +150,7 @@ def main() -> None:
     """Runs every case for all engines in turn and writes a dated file."""
     parser = options(__doc__, threads=1)
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=[*SHAPES])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--compiled", action="store_true", help="transformers' static cache too")
@@ -162,9 +163,9 @@ def main() -> None:
     for shape in args.shapes:
         for dtype in DTYPES[shape]:
             models = engines(shape, dtype)
-            for batch, beams in CASES:
-                # Compiling takes minutes: one case of it.
-                compiled = args.compiled and batch == 1 and dtype == torch.bfloat16
+            for batch, beams in (map(int, case.split("x")) for case in args.cases):
+                # Compiling takes minutes: one type of it.
+                compiled = args.compiled and dtype == torch.bfloat16
                 found = measured(models, batch, beams, args, compiled)
                 case = {"shape": shape, "dtype": str(dtype).removeprefix("torch.")}
                 rows.append({**case, "batch": batch, "beams": beams, **found})

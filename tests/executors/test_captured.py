@@ -249,6 +249,10 @@ def test_operators_that_wait_cannot_be_captured() -> None:
     numbers += 1
     replay()
     assert out.tolist() == [2, 4, 6, 8]
+    del replay, out  # its memory serves those after it
+    replay, out = capture(lambda: numbers * 2)
+    replay()
+    assert out.tolist() == [2, 4, 6, 8]
     with pytest.raises(RuntimeError):
         capture(lambda: numbers[numbers > int(numbers[0])])
     replay()

@@ -7,6 +7,7 @@ hash model's unless another is given; only the hash model has a textbook.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -71,11 +72,13 @@ class Laws:
     """Checks mixes; a broken law is an `InvariantError`.
 
     `coverage`: how many mixes there were, how many of every kind, and what happened in them.
+    `error`: by how much equal scores may differ.
     """
 
-    def __init__(self, executors: Executors = hash_executor) -> None:
+    def __init__(self, executors: Executors = hash_executor, error: float = 0.0) -> None:
         self.coverage: Counter[str] = Counter()
         self._executors = executors
+        self._error = error
 
     def check(self, mix: Mix) -> None:
         """All laws hold for the mix."""
@@ -96,12 +99,12 @@ class Laws:
             name = request.request_id
             book = [_comparable(h, request) for h in generate(request, function)]
             ours = [_comparable(h, request) for h in together[name]]
-            _compare("textbook", mix, request, {name: book}, {name: ours})
+            self._compare("textbook", mix, request, {name: book}, {name: ours})
 
     def _alone(self, mix: Mix, together: Results) -> None:
         """A batch of N equals N batches of one."""
         for request in mix.requests:
-            _compare("alone", mix, request, self._together([request], mix), together)
+            self._compare("alone", mix, request, self._together([request], mix), together)
 
     def _scheduled(self, mix: Mix, together: Results) -> None:
         """Continuous equals lockstep; what was cancelled is the beginning of what it would be."""
@@ -114,7 +117,7 @@ class Laws:
                 self.coverage["cancelled"] += 1
                 _compare_beginning(mix, request, run.results[name], together[name])
             else:
-                _compare("scheduled", mix, request, run.results, together)
+                self._compare("scheduled", mix, request, run.results, together)
 
     def _speculation(self, mix: Mix, together: Results) -> None:
         """Drafts change how many steps it takes, not what comes out."""
@@ -123,14 +126,14 @@ class Laws:
         if plain:
             results = self._together(plain, mix)
             for request in speculative:
-                _compare("without drafts", mix, request, results, together)
+                self._compare("without drafts", mix, request, results, together)
 
     def _feeding(self, mix: Mix, together: Results) -> None:
         """Neither chunks of prompts nor rows that linger after their end change anything."""
         lingering = [replace(request, linger=True) for request in mix.requests]
         results = self._together(lingering, mix, chunk=1 + mix.seed % 5)
         for request in mix.requests:
-            _compare("lingering in chunks", mix, request, results, together)
+            self._compare("lingering in chunks", mix, request, results, together)
 
     def _together(self, requests: Iterable[Request], mix: Mix, chunk: int | None = None) -> Results:
         executor = self._executors(mix, None)
@@ -150,12 +153,20 @@ class Laws:
             reused=counts.forked,
         )
 
+    def _compare(self, law: str, mix: Mix, request: Request, one: Results, other: Results) -> None:
+        name = request.request_id
+        if not _near(one[name], other[name], self._error):
+            what = f"{law} differs in mix {mix.seed}, {name}, {request.strategy}"
+            raise InvariantError(what, wanted=one[name], got=other[name])
 
-def _compare(law: str, mix: Mix, request: Request, one: Results, other: Results) -> None:
-    name = request.request_id
-    if one[name] != other[name]:
-        what = f"{law} differs in mix {mix.seed}, {name}, {request.strategy}"
-        raise InvariantError(what, wanted=one[name], got=other[name])
+
+def _near(one: list[Hypothesis], other: list[Hypothesis], error: float) -> bool:
+    """Whether both are equal but for an error of their scores."""
+    if not error or len(one) != len(other):
+        return one == other
+    pairs = list(zip(one, other, strict=True))
+    close = all(math.isclose(a.score, b.score, rel_tol=error, abs_tol=error) for a, b in pairs)
+    return close and all(a == replace(b, score=a.score) for a, b in pairs)
 
 
 def _comparable(hypothesis: Hypothesis, request: Request) -> Hypothesis:

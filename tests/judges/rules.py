@@ -109,7 +109,8 @@ class Murmur(Hook):
     def before_step(self, step: BeforeStep) -> Mapping[str, Tensor] | None:
         if step.count == 1 and len(step.generated) % self.every:
             return None
-        ahead = torch.tensor([step.request.max_length - place for place in step.positions])
+        left = [step.request.max_length - place for place in step.positions]
+        ahead = torch.tensor(left, device=step.embeds.device)
         return {"embeds": step.embeds + (ahead + step.memory % 7)[:, None] * 0.25}
 
     def after_step(self, step: AfterStep) -> Next | None:

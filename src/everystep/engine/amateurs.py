@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from everystep.devices import on_device
 from everystep.engine.apply import forget
 from everystep.engine.feed import Feeds, Grant, fed, write_draft
 from everystep.engine.guests import Failed, Host, together_or_apart, unused
@@ -95,7 +96,8 @@ class Amateurs:
             rows.append(row)
             lines.append(feeds.table.data[sequence.line, row.skips : sequence.visible + drafted])
             wanted.append(1 + drafted)
-        logits = torch.split(amateur.logits(rows, lines, wanted), wanted)
+        found = on_device(self.host.executor.device, amateur.logits(rows, lines, wanted))
+        logits = torch.split(found, wanted)
         for sequence, own_logits in zip(sequences, logits, strict=True):
             feeds.adding(sequence).beside = own_logits
 

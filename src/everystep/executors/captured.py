@@ -48,6 +48,8 @@ class CudaCapture:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        # A pool whose graphs are all gone takes no other: this one stays.
+        self._anchor = self(lambda: torch.zeros(1, device=device))
 
     def __call__(self, step: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
         graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)

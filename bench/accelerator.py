@@ -7,9 +7,9 @@ All run on the first CUDA device, in turn, on the same random weights: everystep
 captured as graphs, everystep with torch operators one by one (`executor="torch"`), transformers,
 and with --compiled transformers with a static cache, which it compiles by itself. "default" has
 the shape of the default model, in float32 and bfloat16; "7b" that of Llama 2 with 7 billion
-parameters, in bfloat16. A case is rows x beams. Prints, and writes to bench/results/, the medians of new tokens per second
-of whole `generate` calls, the prompt of 32 tokens included; beside them how often a step of ours
-waited for the device, and how many steps were replayed.
+parameters, in bfloat16. A case is rows x beams. Prints, and writes to bench/results/, the medians
+of new tokens per second of whole `generate` calls, the prompt of 32 tokens included; beside them
+how often a step of ours waited for the device, and how many steps were replayed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from parts.report import options, write
 
-import everystep as es
+from everystep.api.load import from_weights
 from everystep.api.model import LanguageModel
 from everystep.executors.torch_executor import TorchExecutor
 
@@ -66,7 +66,7 @@ def engines(shape: str, dtype: torch.dtype) -> dict[str, Any]:
     weights = {name: one for name, one in peer.state_dict().items() if name != "lm_head.weight"}
     if shape != "default":
         weights["lm_head.weight"] = peer.lm_head.weight.detach()
-    ours = es.from_weights(config.to_dict(), weights, dtype=dtype, device="cuda")
+    ours = from_weights(config.to_dict(), weights, dtype=dtype, device="cuda")
     ours.generation_config.eos_token_id = None
     ours.generation_config.pad_token_id = 0
     operators = LanguageModel(ours.core, ours.generation_config, executor="torch")  # type: ignore[arg-type]

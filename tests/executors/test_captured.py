@@ -242,6 +242,25 @@ def test_calls_replay_unless_operators_are_asked_for() -> None:
 
 
 @pytest.mark.cuda
+def test_graphs_that_nobody_holds_end_no_capture() -> None:
+    capture = CudaCapture(torch.device("cuda", 0))
+    numbers = torch.arange(4, device="cuda")
+
+    def step() -> Tensor:
+        for _ in range(3000):  # enough for the collector, were it at work
+            [[]].append([])
+        return numbers * 2
+
+    for _ in range(5):
+        circle: list[object] = [capture(step)]
+        circle.append(circle)
+        del circle
+        replay, out = capture(step)
+        replay()
+        assert out.tolist() == [0, 2, 4, 6]
+
+
+@pytest.mark.cuda
 def test_operators_that_wait_cannot_be_captured() -> None:
     capture = CudaCapture(torch.device("cuda", 0))
     numbers = torch.arange(4, device="cuda")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from everystep.adapters import CHANGED_EMBEDDINGS
+from everystep.devices import on_device
 from everystep.engine.feed import Feeds, Grant, chunk_of, fed, write_draft
 from everystep.engine.guests import Failed, Host
 from everystep.errors import (
@@ -244,8 +245,8 @@ class Hooking:
                 misfit = str(spec.dtype), str(values.dtype)
         if misfit is not None:
             raise nonsense(hook, name, *misfit)
-        found: Tensor = values.detach()
-        return found.clone()  # a hook may write to its own again
+        found: Tensor = values.detach().clone()  # a hook may write to its own again
+        return on_device(self.executor.device, found)
 
 
 def nonsense(hook: Hook, what: str, wanted: object, got: object) -> RequestError:

@@ -8,10 +8,12 @@ All of them do the same arithmetic. Steps of any other kind are left to the call
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from weakref import WeakKeyDictionary
 
@@ -54,7 +56,7 @@ class CudaCapture:
     def __call__(self, step: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
         graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _nothing_collected():
             # Other threads may do as they like meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -63,6 +65,18 @@ class CudaCapture:
                 graph.capture_end()
         here.wait_stream(self._stream)
         return graph.replay, out
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Let no graph that nobody holds be destroyed within, which would end a capture."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 @dataclass(slots=True)

@@ -23,9 +23,10 @@ from everystep.executors.captured import (
     CaptureCounts,
     CudaCapture,
     Replay,
+    can_be_captured,
     kept_steps,
 )
-from everystep.executors.choice import open_executor
+from everystep.executors.choice import chosen, open_executor
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, convert_model
 from everystep.types import Extra, Verb, Work
@@ -229,10 +230,19 @@ def test_graphs_give_what_the_cpu_gives(name: str, dtype: torch.dtype) -> None:
     assert executor.captures.replayed > executor.captures.captured > 0
 
 
+def test_a_model_says_whether_its_steps_are_captured() -> None:
+    """On the CPU none are; what a device makes of it is a matter of the network alone."""
+    plain, experts = family_model("llama"), family_model("mixtral")
+    assert "captured" not in chosen(plain, "auto", frozenset({"nothing known"}))
+    assert can_be_captured(plain.network) and not can_be_captured(experts.network)
+    assert not can_be_captured(family_model("mamba", state_size=4).network)
+
+
 @pytest.mark.cuda
 def test_calls_replay_unless_operators_are_asked_for() -> None:
     there = convert_model(model_of("plain"), device="cuda")
     for name, replayed in (("auto", 1), ("torch", 0)):
+        assert ("captured" in chosen(there, name)) == bool(replayed)
         executor = open_executor(there, name)
         assert isinstance(executor, TorchExecutor)
         executor.run(one_feed([1, 2, 3], verbs=(OPEN,)))

@@ -98,12 +98,14 @@ def load(
     `cache_dtype`: the type in which rows keep keys and values, "float32", "float16" or "int8" (one
     scale per position and head); without it the type that the model computes in.
     `executor`: "auto" runs every request on the native executor where that can do it, and on torch
-    operators otherwise; either can be named. `without`: parts that are left out, though the folder
-    may have them: ("vision",) keeps the text part of a model that reads pictures. `device`: where
-    the weights lie. `parallel`: the number of processes that hold the weights in parts and compute
-    each step together, on torch operators; they are started here, or by torchrun, see the guide.
-    UnsupportedError for a model that has no such parts. `parallel_timeout`: the seconds after which
-    one of them that does not answer is taken for lost. `offline`: whether nothing may be fetched.
+    operators otherwise; either can be named. On a CUDA device "auto" captures steps as graphs, and
+    "torch" starts the kernels of each one by one. `without`: parts that are left out, though the
+    folder may have them: ("vision",) keeps the text part of a model that reads pictures. `device`:
+    where the weights lie. `parallel`: the number of processes that hold the weights in parts and
+    compute each step together, on torch operators; they are started here, or by torchrun, see the
+    guide. UnsupportedError for a model that has no such parts. `parallel_timeout`: the seconds
+    after which one of them that does not answer is taken for lost. `offline`: whether nothing may
+    be fetched.
     `progress`: a function of (bytes done, of all, name), called on the way.
 
     Example:

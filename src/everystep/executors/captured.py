@@ -232,9 +232,10 @@ def _only_positions(extra: Extra) -> bool:
     )
 
 
-def can_be_captured(network: Network, cache: RowCache) -> bool:
-    """Return whether steps of the network start the same kernels whatever is fed."""
-    if not isinstance(network, Decoder) or cache.coded or cache.recurrent or cache.crossed:
+def can_be_captured(network: Network) -> bool:
+    """Return whether steps of the network, on rows that are no codes, start the same kernels
+    whatever is fed."""
+    if not isinstance(network, Decoder):
         return False
     if network.split is not None or network.around or network.recomputes:
         return False

@@ -10,7 +10,7 @@ import torch
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.errors import RequestError, UnsupportedError
 from everystep.executors.base import Executor
-from everystep.executors.captured import CudaCapture
+from everystep.executors.captured import CudaCapture, can_be_captured
 from everystep.executors.native import (
     NativeEncoder,
     NativeExecutor,
@@ -112,4 +112,7 @@ def chosen(model: Model, name: ExecutorName = "auto", needs: Set[str] = frozense
         return "torch (asked for)"
     missing = sorted(needs - abilities_of(model.network))
     reasons = [*obstacles(model), *(f"it has no {need}" for need in missing)]
-    return f"torch ({reasons[0]})" if reasons else f"native ({status().instructions})"
+    if not reasons:
+        return f"native ({status().instructions})"
+    captured = model.device.type == "cuda" and can_be_captured(model.network)
+    return f"torch ({reasons[0]}{', its steps are captured' if captured else ''})"

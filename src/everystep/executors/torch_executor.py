@@ -81,7 +81,7 @@ class TorchExecutor:
         self.captures = CaptureCounts()
         self._captured: CapturedSteps | None = None
         self.cache = self._fresh_rows()
-        if capture is not None and can_be_captured(network, self.cache):
+        if capture is not None and not self.cache.coded and can_be_captured(network):
             self._take_steps(model, capture, cache_dtype)
         self._cut_short = False
         self.abilities = self._able()

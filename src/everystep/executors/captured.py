@@ -44,12 +44,12 @@ ReadOut = Callable[[Tensor], Tensor]
 
 
 class CudaCapture:
-    """What captures steps of a CUDA device as graphs, which share their memory."""
+    """A way to capture steps of a CUDA device: graphs that share their memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # A pool whose graphs are all gone takes no other: this one stays.
         self._anchor = self(lambda: torch.zeros(1, device=device))
 
@@ -153,19 +153,18 @@ class CapturedSteps:
         self._steps.move_to_end(shape)
         step = self._steps[shape]
         step.sheet.copy_(numbers)
-        if step.replay is None:
-            self._captured(shape, step)
+        if step.replay is None and self._capture is not None:
+            self._captured(shape, step, self._capture)
         if step.replay is None or step.logits is None:
             return self._forward(shape, numbers)
         self.counts.replayed += 1
         step.replay()
         return step.logits
 
-    def _captured(self, shape: FixedShape, step: _Step) -> None:
+    def _captured(self, shape: FixedShape, step: _Step, capture: Capture) -> None:
         """Capture the step; where that cannot be done, warn, and let no other be tried."""
-        assert self._capture is not None
         try:
-            step.replay, step.logits = self._capture(lambda: self._forward(shape, step.sheet))
+            step.replay, step.logits = capture(lambda: self._forward(shape, step.sheet))
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise

@@ -110,6 +110,29 @@ def test_steps_are_replayed_from_their_shape_s_second_on() -> None:
     assert executor.captures == CaptureCounts(first=2, captured=2, replayed=65, other=1)
 
 
+@pytest.mark.parametrize(
+    ("name", "most", "captured"),
+    [("_MOST_STEPS", 64, 3), ("_MOST_STEPS", 2, 4), ("_MOST_RESULT_BYTES", 1000, 5)],
+)
+def test_the_sizes_that_were_used_last_are_kept(
+    monkeypatch: pytest.MonkeyPatch, name: str, most: int, captured: int
+) -> None:
+    """Results of 4, 2 and 1 rows have 1,280, 640 and 320 bytes."""
+    monkeypatch.setattr(f"everystep.executors.captured.{name}", most)
+    executor = of_captured(model_of("plain"))
+    lengths: dict[int, int] = {}
+    for rows in (4, 2, 1, 4, 1):
+        for _ in range(3):
+            verbs = [Verb("free", row) for row in lengths if row >= rows]
+            verbs += [Verb("allocate", row) for row in range(rows) if row not in lengths]
+            starts = [lengths.get(row, 0) for row in range(rows)]
+            ones, ids = ints(*[1] * rows), ints(*range(rows))
+            executor.run(Work(tuple(verbs), ids, ints(*starts), ones, ones, ids + 1))
+            lengths = {row: start + 1 for row, start in enumerate(starts)}
+    assert executor.captures.captured == executor.captures.first == captured
+    assert executor.captures.replayed == 15 - captured
+
+
 def test_what_wants_more_than_logits_is_left_alone() -> None:
     executor = of_captured(model_of("plain"))
     executor.run(one_feed([1, 2, 3], verbs=(OPEN,)))

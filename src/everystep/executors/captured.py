@@ -31,7 +31,8 @@ from everystep.nn.linear import weights_of
 from everystep.nn.network import Network, StepInputs
 from everystep.types import Extra, Work
 
-_MOST_GRAPHS = 64
+_MOST_STEPS = 64
+_MOST_RESULT_BYTES = 1 << 30
 
 _MOST_KEPT_BYTES = 1 << 30
 
@@ -145,7 +146,7 @@ class CapturedSteps:
             self._allocations = self.cache.counts.allocations
         numbers = on_device(self._network.device, sheet)
         if shape not in self._steps:
-            if len(self._steps) == _MOST_GRAPHS:
+            if len(self._steps) == _MOST_STEPS:
                 self._steps.popitem(last=False)
             self._steps[shape] = _Step(numbers)
             self.counts.first += 1
@@ -177,6 +178,12 @@ class CapturedSteps:
             )
         else:
             self.counts.captured += 1
+            while len(self._steps) > 1 and self._result_bytes() > _MOST_RESULT_BYTES:
+                self._steps.popitem(last=False)
+
+    def _result_bytes(self) -> int:
+        """Return the bytes of all results, each of which has memory of its own."""
+        return sum(one.logits.nbytes for one in self._steps.values() if one.logits is not None)
 
     def _forward(self, shape: FixedShape, sheet: Tensor) -> Tensor:
         one = fixed_step(shape, sheet)

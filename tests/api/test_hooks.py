@@ -17,7 +17,7 @@ from torch import Tensor
 
 import everystep as es
 from everystep.api.model import LanguageModel
-from everystep.drivers.rectangle import read_call
+from everystep.drivers.rectangle import call_inputs, call_options
 from everystep.engine import Continuous, DraftModel, Engine, Lockstep
 from everystep.engine.hooks import HOOKED
 from everystep.errors import EverystepError, UnsupportedError
@@ -104,7 +104,9 @@ class Loop(Prefix):
 
 
 def requests_of(lm: LanguageModel, call: dict[str, Any]) -> tuple[Request, ...]:
-    options, inputs, _ = read_call(lm, sort("rectangle", lm, {"input_ids": IDS, **call}))
+    given = sort("rectangle", lm, {"input_ids": IDS, **call})
+    options = call_options(lm, given)
+    inputs, _ = call_inputs(lm, given, options)
     return prepare(lm, options, inputs).requests
 
 

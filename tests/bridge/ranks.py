@@ -17,29 +17,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import everystep as es
+from everystep.bridge.synced import is_in_parts
+from tests.matrix.rows import ROWS
 from tests.models.tiny import reference_decoder, reference_pair
 
 LENGTHS = (1, 50)
 GREEDY: dict[str, Any] = {"do_sample": False}
 CASES: dict[str, dict[str, Any]] = {
-    "greedy": GREEDY,
-    "sampling": {"do_sample": True, "seed": 3},
-    "beams": {"num_beams": 3},
-    "diverse beams": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
-    "beam sampling": {"num_beams": 2, "do_sample": True, "seed": 5},
-    "constrained beams": {"num_beams": 3, "force_words_ids": [[9]]},
-    "the best of samples": {"strategy": "best_of", "best_of": 3, "temperature": 1.5, "seed": 4},
-    "DoLa": {**GREEDY, "dola_layers": "low"},
-    "contrastive search": {"penalty_alpha": 0.5, "top_k": 3},
-    "guidance": {**GREEDY, "guidance_scale": 1.5},
-    "copied drafts": {**GREEDY, "prompt_lookup_num_tokens": 3},
-    "a draft model": {**GREEDY, "assistant_model": "second"},
+    **{one.name: {**one.options, "seed": 4} for one in ROWS if one.name != "early_exit"},
+    "sampled from a draft model": {"do_sample": True, "assistant_model": "second", "seed": 5},
     "an amateur": {**GREEDY, "amateur_model": "second"},
-    "several rows": {**GREEDY, "num_return_sequences": 1, "rows": 3},
+    "several rows": {**GREEDY, "rows": 3},
 }
+"""Calls of every strategy that goes with modules of other libraries."""
+CASES["assisted"]["assistant_model"] = "second"
 
 
 def counted(module: nn.Module) -> list[int]:
@@ -88,6 +82,26 @@ def broken(rank: int, error: type[BaseException]) -> Callable[[Tensor, Tensor], 
     return processor
 
 
+def refusals(rank: int) -> dict[str, Callable[[es.LanguageModel], object]]:
+    """Calls whose prompt has an id on rank 0 that the model does not know."""
+    ids = [5, 9, 17] if rank else [5, 999_999, 17]
+    return {
+        "a refused rectangle": lambda one: one.generate(torch.tensor([ids]), max_new_tokens=4),
+        "a refused prompt": lambda one: es.generate(one, None, ids, max_new_tokens=4),
+        "a refused text": lambda one: es.score(one, None, ids).logprobs.tolist(),
+        "a refused prefix": lambda one: es.prefill(one, None, ids).prompt.ids.tolist(),
+    }
+
+
+def known_in_parts(sharded: nn.Module, whole: nn.Module) -> list[bool]:
+    """Of which modules it is known by themselves: FSDP2's, ZeRO-3's, FSDP's, and a whole one."""
+    zero = copy.deepcopy(whole)
+    next(zero.parameters()).ds_id = 0  # type: ignore[attr-defined]
+    around = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(around)
+    return [is_in_parts(one) for one in (sharded, zero, nn.Sequential(around), whole)]
+
+
 def decoders(rank: int) -> dict[str, Any]:
     length = LENGTHS[rank]
     torch.manual_seed(3)  # all begin with the same weights
@@ -96,7 +110,7 @@ def decoders(rank: int) -> dict[str, Any]:
     forwards = [counted(one) for one in parts]
     model, second = (es.wrap(one) for one in parts)
     alone, its_second = (es.wrap(one) for one in whole)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"known": known_in_parts(parts[0], whole[0])}
     for case in CASES:
         own = called(model, second, case, length)
         found[case] = own, called(alone, its_second, case, length), list(map(len, forwards))
@@ -108,6 +122,9 @@ def decoders(rank: int) -> dict[str, Any]:
         ],
     }.items():
         found[name] = call(model), call(alone), list(map(len, forwards))
+    for name, call in refusals(rank).items():
+        own = tried(partial(call, model))
+        found[name] = own, tried(partial(call, alone)), list(map(len, forwards))
     ids = torch.tensor([[5, 9, 17]])
     for error in (ValueError, KeyboardInterrupt):
         broke = broken(rank, error)

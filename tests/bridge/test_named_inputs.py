@@ -14,7 +14,7 @@ from torch import Tensor
 
 import everystep as es
 from everystep.bridge.named_inputs import placed
-from everystep.drivers.rectangle import read_call
+from everystep.drivers.rectangle import call_inputs, call_options
 from everystep.engine import Continuous, Engine
 from everystep.engine.prefixes import Reuse
 from everystep.errors import RequestError, UnsupportedError
@@ -143,8 +143,10 @@ class TestImages:
         self, budget: int, beams: int, room: int
     ) -> None:
         wrapped = es.wrap(pictures())
-        given = {**batch(), "num_beams": beams, "max_new_tokens": 8}
-        options, inputs, _ = read_call(wrapped, sort("rectangle", wrapped, given))
+        keywords = {**batch(), "num_beams": beams, "max_new_tokens": 8}
+        given = sort("rectangle", wrapped, keywords)
+        options = call_options(wrapped, given)
+        inputs, _ = call_inputs(wrapped, given, options)
         requests = prepare(wrapped, options, inputs).requests
         rows = Continuous(budget, max_positions=room, reuse=Reuse(kept=100, least=2))
         run = Drive(Engine(wrapped.executor(requests[0].needs), rows))

@@ -35,11 +35,24 @@ def test_each_process_gets_what_it_gets_alone(case: str, found: list[dict[str, A
         assert ({*map(len, one)}, {*map(len, other)}) == ({4 + 1}, {4 + 50})
 
 
+@pytest.mark.parametrize("case", ranks.refusals(0))
+def test_a_prompt_that_one_process_refuses_keeps_no_other_waiting(
+    case: str, found: list[dict[str, Any]]
+) -> None:
+    (refused, alone, counts), (went_on, its_own, others) = (each[case] for each in found)
+    assert refused == alone and refused.startswith("RequestError") and "999999" in refused
+    assert went_on == its_own and "Error" not in went_on and counts == others
+
+
 @pytest.mark.parametrize("error", ["ValueError", "KeyboardInterrupt"])
 def test_an_error_of_one_process_is_its_own(error: str, found: list[dict[str, Any]]) -> None:
     (ended, counts), (went_on, others) = (each[error] for each in found)
     assert error in ended and "of one process alone" in ended
     assert went_on.startswith("tensor([[ 5,  9, 17") and counts == others
+
+
+def test_modules_in_parts_are_known_by_themselves(found: list[dict[str, Any]]) -> None:
+    assert [one["known"] for one in found] == [[True, True, True, False]] * 2
 
 
 def test_what_steps_when_its_caller_wants_is_refused(found: list[dict[str, Any]]) -> None:

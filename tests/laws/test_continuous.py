@@ -20,7 +20,7 @@ from torch import Tensor
 
 import everystep as es
 from everystep.drivers.complete import completed
-from everystep.drivers.rectangle import read_call
+from everystep.drivers.rectangle import call_inputs, call_options
 from everystep.engine.collect import Collector, kept_rows
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import EverystepError
@@ -119,7 +119,9 @@ def _of_row(call: Call, out: Any, row: int, returns: int) -> Answer:
 def requests_of(call: Call, name: str) -> list[Request]:
     """One request per row of the call, as `generate` would make them for a batch that goes on."""
     model = subject(call.draw.model)
-    options, inputs, past = read_call(model, sort("rectangle", model, call.arguments()))
+    given = sort("rectangle", model, call.arguments())
+    options = call_options(model, given)
+    inputs, past = call_inputs(model, given, options)
     made = completed(model, prepare(model, options, inputs, past)).requests
     return [replace(one, request_id=f"{name} {row}") for row, one in enumerate(made)]
 

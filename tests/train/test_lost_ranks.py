@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 from torch import Tensor, equal
+from torch.testing import assert_close
 
 from everystep.train.checkpoints import checkpoints_in, fault_of
-from tests.train.runs import train_beside_others
+from tests.train.runs import train_beside_others, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 STEPS, LOST = 24, 3
@@ -60,8 +61,13 @@ def killed_until_it_ends(folder: Path, kills: int, draw: random.Random, fsdp: bo
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:
+    """The weights that a run ended with."""
+    return weights_of(folder / "end")
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
     """The weights of a folder, in however many files they lie."""
-    files = sorted((folder / "end").glob("model*.safetensors"))
+    files = sorted(folder.glob("model*.safetensors"))
     return {name: one for file in files for name, one in load_file(file).items()}
 
 
@@ -81,6 +87,32 @@ def killed(tmp_path: Path, kills: int, seed: int, *, fsdp: bool = False) -> None
 
 def test_kills_of_either_process_change_no_bit(tmp_path: Path) -> None:
     killed(tmp_path, 4, 1)
+
+
+@pytest.mark.parametrize("fsdp", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_one_process_goes_on_where_one_of_two_was_killed(tmp_path: Path, fsdp: bool) -> None:
+    """With the examples that two had, from a checkpoint that each of them wrote a part of."""
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    each = started(folder, 0, fsdp)
+    while not (folder / "checkpoint-4" / "checkpoint.json").exists():
+        assert all(one.is_alive() for one in each)
+        time.sleep(0.005)
+    each[1].kill()
+    for one in each:
+        one.join()
+    assert [one.exitcode for one in each] == [LOST, -signal.SIGKILL]
+    newest = checkpoints_in(folder)[-1]
+    assert fault_of(newest) is None and newest.name != f"checkpoint-{STEPS}"
+    assert len(list(newest.glob("optimizer-*.safetensors"))) == 2
+    for place, begun in ((folder, True), (tmp_path / "alone", False)):
+        run = trainer(place, max_steps=STEPS, save_steps=2, per_device_train_batch_size=4)
+        run.train(resume_from_checkpoint=begun)
+        run.save_model(place / "end")
+    found, wanted = weights_in(folder), weights_in(tmp_path / "alone")
+    assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+    before = weights_of(newest)
+    assert not any(equal(found[name], one) for name, one in before.items()), "it went on"
 
 
 @pytest.mark.slow

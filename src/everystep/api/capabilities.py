@@ -15,7 +15,7 @@ import torch
 
 from everystep.config.kinds import one_of
 from everystep.drivers.custom import Loop, refuse_unseen
-from everystep.drivers.rectangle import delivery_of, read_call
+from everystep.drivers.rectangle import call_inputs, call_options, delivery_of
 from everystep.drivers.session import Session
 from everystep.engine import Engine, Lockstep
 from everystep.errors import EverystepError, RequestError
@@ -144,12 +144,12 @@ def _of_rectangle(
     if arguments.speech is not None:
         read_speech(subject, arguments)
         return
-    options, inputs, past = read_call(subject, arguments)
+    options = call_options(subject, arguments)
     loop, streamer = arguments.beside.custom_generate, arguments.beside.streamer
     if streamer is not None:
         require("streamer", streamer, "put", "end")
     runs: Runs = "loop" if isinstance(loop, Loop) else "lockstep"
-    made = prepare(subject, options, inputs, past, runs)
+    made = prepare(subject, options, *call_inputs(subject, arguments, options), runs)
     if isinstance(loop, Loop):
         refuse_unseen(made, loop)
     if streamer is not None:

@@ -96,18 +96,20 @@ def prefill(
         objects = replace(objects, steer=[steer])
     asked = Arguments(objects=objects)
     options = read_options(model, asked, tokenizer)
-    read = read_inputs(model, given, options.ends, options.prefix)
-    if options.prefix is not None:
-        require_fitting(options.prefix, model, read, options)
-        read = after_prefix(options.prefix, model, read)
-    if read.batch != 1:
-        raise RequestError("a prefix is one row", wanted=1, got=read.batch, do="Make one per row")
-    (own,) = read.prompts
-    require_whole(own)
-    (adapters,) = adapters_of(options.adapters, 1)
-    resolved = options.resolved_of(adapters)
-    with synced(model, (options,), None), inference_mode():
-        past = _held(model, own, read.values, read.pictures, adapters, resolved)
+    with synced(model, (options,), None):
+        read = read_inputs(model, given, options.ends, options.prefix)
+        if options.prefix is not None:
+            require_fitting(options.prefix, model, read, options)
+            read = after_prefix(options.prefix, model, read)
+        if read.batch != 1:
+            do = "Make one per row"
+            raise RequestError("a prefix is one row", wanted=1, got=read.batch, do=do)
+        (own,) = read.prompts
+        require_whole(own)
+        (adapters,) = adapters_of(options.adapters, 1)
+        resolved = options.resolved_of(adapters)
+        with inference_mode():
+            past = _held(model, own, read.values, read.pictures, adapters, resolved)
     own, changes = replace(own, past=None), options.weight_changes
     return Prefix(own, past, model.core, adapters, resolved, changes)
 

@@ -203,21 +203,21 @@ def score(
     )
     options = read_options(model, asked, tokenizer)
     (adapters,) = adapters_of(options.adapters, 1)
-    pairs = zip(rows, before, strict=True)
-    read = [_read(model, tokenizer, text, own, options) for text, own in pairs]
-    found: list[list[tuple[Tensor, ...]]] = [[] for _ in rows]
-    spans = [span for row in read for span in _spans(row, window, stride)]
-    if requires_grad:
-        changed = {"adapter_names": adapter_names, "steer": steer}
-        each = _differentiable(model, read, (window, stride), changed)
-    else:
-        windows = _windows(model, read, window, stride)
-        each = _run(model, windows, best, adapters, options.resolved_of(adapters))
-    mode = nullcontext() if requires_grad else inference_mode()
-    with mode, progress_bar(progress, spans, "windows") as advance:
-        for number, known in each:
-            found[number].append(known)
-            advance()
+    with synced(model, (), False if requires_grad else None):
+        read = [_read(model, tokenizer, *pair, options) for pair in zip(rows, before, strict=True)]
+        found: list[list[tuple[Tensor, ...]]] = [[] for _ in rows]
+        spans = [span for row in read for span in _spans(row, window, stride)]
+        if requires_grad:
+            changed = {"adapter_names": adapter_names, "steer": steer}
+            each = _differentiable(model, read, (window, stride), changed)
+        else:
+            windows = _windows(model, read, window, stride)
+            each = _run(model, windows, best, adapters, options.resolved_of(adapters))
+        mode = nullcontext() if requires_grad else inference_mode()
+        with mode, progress_bar(progress, spans, "windows") as advance:
+            for number, known in each:
+                found[number].append(known)
+                advance()
     sizes = [len(one.encode("utf-8", "replace")) if isinstance(one, str) else None for one in rows]
     scores = [_joined(parts, size, tokenizer) for parts, size in zip(found, sizes, strict=True)]
     return scores[0] if single else scores
@@ -342,28 +342,24 @@ def _run(
 ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
     """Yield the row of each window with the likelihoods of its tokens; several are read at once."""
     wants, driver = Wants(prompt_logprobs=best), None
-    with synced(model, (), None):
-        while taken := list(islice(windows, _AT_ONCE)):
-            requests = [
-                Request(
-                    f"{number}",
-                    one.prompt,
-                    Greedy(),
-                    SeededDraws(0),
-                    stops=(MaxLength(0),),
-                    wants=wants,
-                    adapters=adapters,
-                    resolved=resolved,
-                )
-                for number, one in enumerate(taken)
-            ]
-            if driver is None:
-                budget = max(_AT_ONCE, _LOGITS // model.vocab_size)
-                executor = model.executor(requests[0].needs)
-                driver = Driver(Engine(executor, Continuous(budget, _AT_ONCE)))
-            for group, one in zip(finished(driver, requests), taken, strict=True):
-                parts = _parts(prompt_logprobs(group))
-                yield one.row, tuple(part[one.first - 1 :] for part in parts)
+    while taken := list(islice(windows, _AT_ONCE)):
+        requests = [
+            Request(
+                *(f"{number}", one.prompt, Greedy(), SeededDraws(0)),
+                stops=(MaxLength(0),),
+                wants=wants,
+                adapters=adapters,
+                resolved=resolved,
+            )
+            for number, one in enumerate(taken)
+        ]
+        if driver is None:
+            budget = max(_AT_ONCE, _LOGITS // model.vocab_size)
+            executor = model.executor(requests[0].needs)
+            driver = Driver(Engine(executor, Continuous(budget, _AT_ONCE)))
+        for group, one in zip(finished(driver, requests), taken, strict=True):
+            parts = _parts(prompt_logprobs(group))
+            yield one.row, tuple(part[one.first - 1 :] for part in parts)
 
 
 def _require_gradients(asked: object, best: int) -> None:

@@ -51,26 +51,26 @@ def generate(model: Subject, given: Arguments) -> Any:
 
     `given`: what was passed to `model.generate`.
     """
-    beside = given.beside
-    streamer = beside.streamer
+    beside, streamer = given.beside, given.beside.streamer
     if streamer is not None:
         require("streamer", streamer, "put", "end")
     loop = beside.custom_generate if isinstance(beside.custom_generate, Loop) else None
-    options, inputs, past = read_call(model, given)
-    together = _together(beside.synced_gpus, loop)
-    call = prepare(model, options, inputs, past, "lockstep" if loop is None else "loop")
-    if loop is not None:
-        refuse_unseen(call, loop)
-    notices = call.options.effective.notices
-    if given.prompt.attention_mask is None and inputs.batch > 1:
-        notices += _padding_notices(given.prompt.input_ids, options.ends)
-    for notice in notices:
-        warnings.warn(notice, stacklevel=3)
-    delivery = None if streamer is None else delivery_of(call, streamer)
-    with synced(model, (options,), together), inference_mode():
-        call = completed(model, call)
-        if loop is None:
-            return _run(model, call, delivery, given.prompt.past_key_values)
+    options = call_options(model, given)  # equal in all processes; a prompt may be refused in one
+    with synced(model, (options,), _together(beside.synced_gpus, loop)):
+        inputs, past = call_inputs(model, given, options)
+        call = prepare(model, options, inputs, past, "lockstep" if loop is None else "loop")
+        if loop is not None:
+            refuse_unseen(call, loop)
+        notices = call.options.effective.notices
+        if given.prompt.attention_mask is None and inputs.batch > 1:
+            notices += _padding_notices(given.prompt.input_ids, options.ends)
+        for notice in notices:
+            warnings.warn(notice, stacklevel=3)
+        delivery = None if streamer is None else delivery_of(call, streamer)
+        with inference_mode():
+            call = completed(model, call)
+            if loop is None:
+                return _run(model, call, delivery, given.prompt.past_key_values)
     with torch.no_grad():
         return run_loop(model, call, loop, given)
 
@@ -88,13 +88,17 @@ def _together(asked: object, loop: Loop | None) -> bool | None:
     return together
 
 
-def read_call(model: Subject, given: Arguments) -> tuple[Options, Inputs, Cache | None]:
-    """Return the options of a call, its inputs, and the cache that it continues from."""
-    prompt = given.prompt
+def call_options(model: Subject, given: Arguments) -> Options:
+    """Return the options of a call."""
     options = read_options(model, given, given.beside.tokenizer)
     if options.recording is not NO_RECORDING:
         require_output_object(options.recording, options.effective)
-    past = seen = None
+    return options
+
+
+def call_inputs(model: Subject, given: Arguments, options: Options) -> tuple[Inputs, Cache | None]:
+    """Return the inputs of a call, and the cache that it continues from."""
+    prompt, past, seen = given.prompt, None, None
     if prompt.past_key_values is not None:
         past = read_cache(prompt.past_key_values, options.effective, model)
         if not model.is_encoder_decoder:
@@ -107,7 +111,7 @@ def read_call(model: Subject, given: Arguments) -> tuple[Options, Inputs, Cache 
     if any(one is not None for one in negative):
         scale = options.effective.guidance_scale
         inputs = with_negative(model, prompt, inputs, options.ends, scale)
-    return options, inputs, past
+    return inputs, past
 
 
 def _padding_notices(ids: object, ends: Ends) -> tuple[str, ...]:

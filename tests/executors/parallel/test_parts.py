@@ -180,7 +180,8 @@ def test_a_process_has_about_half_of_weights_and_rows() -> None:
     threads, whole = Threads(model, 2), TorchExecutor(model)
     every = sum(weight_bytes(model).values())
     for part in threads.parts:
-        assert sum(one.nbytes for one in own_tensors(part)) <= 0.6 * every
+        held_here = {one.untyped_storage() for one in own_tensors(part)}
+        assert sum(one.nbytes() for one in held_here) <= 0.6 * every
     work = one_feed(list(range(30)), verbs=(Verb("allocate", 0),))
     threads.run(work), whole.run(work)
 
@@ -193,6 +194,19 @@ def test_a_process_has_about_half_of_weights_and_rows() -> None:
         every_tail = [bank.tails.layer(0) for bank in whole.cache.banks]
         assert sum(t.nbytes for t in tails) <= 0.6 * sum(t.nbytes for t in every_tail)
     threads.run(only_verbs(Verb("free", 0)))
+
+
+@pytest.mark.parametrize("name", ["llama-plain", "gemma2", "opt"])
+def test_a_step_has_two_sums_in_each_layer(name: str) -> None:
+    """And one of what the tables give; parts of logits are put side by side once."""
+    model = core_of(name)
+    threads = Threads(model, 2)
+    for width in (1, 5):  # whatever is fed
+        threads.table.sums = threads.table.joins = 0
+        threads.run(one_feed([3] * width, row=width, verbs=(Verb("allocate", width),)))
+        layers = len(model.spec.layers)
+        assert threads.table.sums == threads.count * (2 * layers + 1)
+        assert threads.table.joins == threads.count
 
 
 def test_a_part_reads_its_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,17 +23,23 @@ from everystep.types import StepOutput, Work
 T = TypeVar("T")
 
 
-class _Table:
-    """Where threads put their parts for each other."""
+class Table:
+    """Where threads put their parts for each other; `sums`, `joins`: how often each was asked
+    for, by all together."""
 
     def __init__(self, count: int) -> None:
+        self.sums = self.joins = 0
+        self._counting = threading.Lock()
         self.barrier = threading.Barrier(count, timeout=60)
         self.parts: list[Tensor] = [torch.empty(0)] * count
 
-    def laid(self, number: int, part: Tensor) -> list[Tensor]:
+    def laid(self, number: int, part: Tensor, *, sums: bool) -> list[Tensor]:
         """The parts of all, once all have laid theirs."""
         self.parts[number] = part
         self.barrier.wait()
+        with self._counting:
+            self.sums += sums
+            self.joins += not sums
         found = list(self.parts)
         self.barrier.wait()
         return found
@@ -42,19 +48,19 @@ class _Table:
 class ThreadSplit(Split):
     """The part of one of several threads."""
 
-    def __init__(self, number: int, count: int, table: _Table) -> None:
+    def __init__(self, number: int, count: int, table: Table) -> None:
         self.number, self.count = number, count
         self._table = table
 
     def total(self, part: Tensor) -> Tensor:
-        found = self._table.laid(self.number, part)
+        found = self._table.laid(self.number, part, sums=True)
         whole = found[0].clone()
         for one in found[1:]:
             whole += one
         return whole
 
     def joined(self, part: Tensor, dim: int, size: int) -> Tensor:
-        found = self._table.laid(self.number, part)
+        found = self._table.laid(self.number, part, sums=False)
         whole = torch.cat(found, dim)
         assert whole.shape[dim] == size
         assert all(one.shape[dim] == self._size(n, size) for n, one in enumerate(found))
@@ -75,8 +81,8 @@ class Threads:
         quantization: Quantization | None = None,
         cache_dtype: CacheDtype | None = None,
     ) -> None:
-        self.model, table = model, _Table(count)
-        self.splits = [ThreadSplit(number, count, table) for number in range(count)]
+        self.model, self.count, self.table = model, count, Table(count)
+        self.splits = [ThreadSplit(number, count, self.table) for number in range(count)]
         weights = HeldWeights({name: one.clone() for name, one in named_weights(model)})
         self.parts = [
             build_model(model.config, weights, dtype=model.dtype, split=one) for one in self.splits

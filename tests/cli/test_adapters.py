@@ -63,13 +63,13 @@ def test_a_conversation_runs_with_an_adapter(folder: Path, call: Caller) -> None
     model.load_adapter(beside / "formal", "formal")
     asked: list[dict[str, str]] = []
     expected = []
-    for line in ("the cat sat", "on the mat"):
+    for seed, line in enumerate(("the cat sat", "on the mat"), 5):
         asked.append({"role": "user", "content": line})
-        given = {"adapter_names": "formal", "max_new_tokens": 8}
+        given = {"adapter_names": "formal", "max_new_tokens": 8, "seed": seed}
         answer = es.generate(model, tokenizer, asked, **given)
         asked.append({"role": "assistant", "content": answer})
         expected.append(answer)
-    chat = ("chat", "-m", str(folder), "-n", "8")
+    chat = ("chat", "-m", str(folder), "-n", "8", "--seed", "5")
     lines = b"the cat sat\non the mat\n"
     found = call(*chat, "--adapter", str(beside / "formal"), given=lines)
     assert (found.code, found.out) == (0, "".join(f"{one}\n" for one in expected))

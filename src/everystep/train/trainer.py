@@ -950,7 +950,7 @@ class Trainer:
 
     @property
     def _choices(self) -> dict[str, Any]:
-        """What checkpoints say of the choices and the data of this run."""
+        """The choices and the data of this run, as checkpoints have them."""
         if self._described is None:
             rows = self._required_rows()
             step = 1 if rows.fixed else -(-len(rows) // _DIGESTED)

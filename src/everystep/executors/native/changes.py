@@ -86,8 +86,8 @@ def _affine(change: AdapterChange, bias: Tensor | None) -> _Affine:
     """Write a change of rows whose map has this bias (rows,) in that form."""
     at = change.start, change.rows
     if isinstance(change, Delta):
-        factors = (change.a, change.b) if len(change.a) else (None, None)  # no rank is left of it
-        return _Affine(*at, *factors, shift=change.shift, scale=change.scale)
+        a, b = (change.a, change.b) if len(change.a) else (None, None)  # no rank is left of it
+        return _Affine(*at, a, b, shift=change.shift, scale=change.scale)
     if isinstance(change, Dense):
         return _Affine(*at, up=change.matrix)
     if isinstance(change, OutputScaling):
@@ -215,23 +215,24 @@ class PackedAdapter:
     ) -> int:
         """Pack the changes of what one projection gives; return how many values are made of what
         it reads."""
-        affine = [
-            None if isinstance(one, Kronecker) else _affine(one, _rows_of(bias, one))
-            for one in changes
-        ]
-        downs = [one.down for one in affine if one is not None and one.down is not None]
+        affine = {
+            number: _affine(one, _rows_of(bias, one))
+            for number, one in enumerate(changes)
+            if not isinstance(one, Kronecker)
+        }
+        downs = [one.down for one in affine.values() if one.down is not None]
         if downs:
             layer.down[place] = self._packing.matrix(_narrow(torch.cat(downs)))
         begin, behind = 0, -(-sum(map(len, downs)) // PANEL) * PANEL
         found: dict[str, list[ChangeWeights]] = {name: [] for name in maps}
         folds = []
-        for change, own in zip(changes, affine, strict=True):
+        for number, change in enumerate(changes):
             if isinstance(change, Kronecker):
                 fold, parts = self._fold(change, behind, maps)
                 folds.append(fold)
                 behind += fold.size
             else:
-                assert own is not None
+                own = affine[number]
                 each = ((x, one.change(self._packing, own, begin)) for x, one in maps.items())
                 parts = {name: one for name, one in each if one is not None}
                 begin += 0 if own.down is None else len(own.down)

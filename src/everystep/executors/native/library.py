@@ -149,7 +149,7 @@ class ChangesOfMap(Structure):
 
 
 class TurnWeights(Structure):
-    """What rows read in place of what their map reads."""
+    """A turn of what some rows of a map read."""
 
     _fields_ = (
         *((name, c_int64) for name in ("stretch", "blocks", "size")),
@@ -164,7 +164,7 @@ class TurnsOfRead(Structure):
 
 
 class TurnedPanels(Structure):
-    """Panels of a map in which rows lie that read what a turn makes."""
+    """Panels of a map with rows that read what a turn makes."""
 
     _fields_ = (
         *((name, c_int64) for name in ("panel", "panels", "stretch")),
@@ -173,7 +173,7 @@ class TurnedPanels(Structure):
 
 
 class TurnedMap(Structure):
-    """Those of one map."""
+    """The turned panels of one map."""
 
     _fields_ = (("count", c_int64), ("each", POINTER(TurnedPanels)))
 

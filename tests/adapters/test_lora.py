@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from everystep.adapters import Adapter, AdapterUse, Delta, adapted
-from everystep.adapters.changes import Rotation
+from everystep.adapters.changes import Replacement, Rotation
 from everystep.api.model import LanguageModel
 from everystep.engine import Engine, Lockstep
 from everystep.errors import RequestError, UnsupportedError
@@ -116,14 +116,16 @@ def test_it_follows_the_model_to_another_type(model: LanguageModel) -> None:
     assert after["on"][0].tokens == before["on"][0].tokens
 
 
-def test_the_native_executor_leaves_what_turns_inputs_to_torch(folder: Path) -> None:
+def test_the_native_executor_leaves_whole_modules_to_torch(folder: Path) -> None:
     held = LanguageModel(narrow_model("llama", None, panels=True))
+    whole = Adapter({"layers.0.out": (Replacement(torch.eye(32)),)})
     turns = Adapter({"layers.0.out": (Rotation(torch.eye(4).expand(8, 4, 4), 32),)})
-    assert turns.needs == {"adapters", "rotations"}
-    assert isinstance(held.executor(turns.needs), TorchExecutor)
+    assert whole.needs == {"adapters", "whole modules"}
+    assert isinstance(held.executor(whole.needs), TorchExecutor)
     assert isinstance(held.executor({"adapters"}), NativeExecutor)
-    with pytest.raises(UnsupportedError, match="it has no rotations"):
-        LanguageModel(held.core, executor="native").executor(turns.needs)
+    assert isinstance(held.executor(turns.needs), NativeExecutor)
+    with pytest.raises(UnsupportedError, match="it has no whole modules"):
+        LanguageModel(held.core, executor="native").executor(whole.needs)
 
 
 @pytest.mark.parametrize("rounding", [None, "int8", "int4"])

@@ -56,6 +56,27 @@ def test_commands_run_with_a_mix(folder: Path, call: Caller) -> None:
     assert figures["adapters"] == mix
 
 
+def test_a_conversation_runs_with_an_adapter(folder: Path, call: Caller) -> None:
+    """Each turn of it, in the words of the library."""
+    beside = folder.parent
+    model, tokenizer = es.load(folder)
+    model.load_adapter(beside / "formal", "formal")
+    asked: list[dict[str, str]] = []
+    expected = []
+    for seed, line in enumerate(("the cat sat", "on the mat"), 5):
+        asked.append({"role": "user", "content": line})
+        given = {"adapter_names": "formal", "max_new_tokens": 8, "seed": seed}
+        answer = es.generate(model, tokenizer, asked, **given)
+        asked.append({"role": "assistant", "content": answer})
+        expected.append(answer)
+    chat = ("chat", "-m", str(folder), "-n", "8", "--seed", "5")
+    lines = b"the cat sat\non the mat\n"
+    found = call(*chat, "--adapter", str(beside / "formal"), given=lines)
+    assert (found.code, found.out) == (0, "".join(f"{one}\n" for one in expected))
+    plain = call(*chat, given=lines)
+    assert plain.code == 0 and plain.out != found.out
+
+
 def test_commands_are_steered_by_the_vectors_in_a_file(folder: Path, call: Caller) -> None:
     model, tokenizer = es.load(folder)
     vectors = {layer: torch.randn(model.width) * 50 for layer in (0, 1)}

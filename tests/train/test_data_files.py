@@ -21,6 +21,7 @@ from everystep.errors import (
     RequestError,
     UnsupportedError,
 )
+from everystep.testing.tokenizer import tiny_tokenizer
 
 TWO = [{"text": "One."}, {"text": "Zwei, é, 二."}]
 
@@ -121,8 +122,44 @@ def test_parquet_needs_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         es.read_examples(path)
 
 
-def test_parquet_is_read_by_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for the library, which the environment of the tests has not."""
+EXAMPLES: list[dict[str, Any]] = [
+    {"prompt": "1, 2,", "completion": " 3", "tags": ["a", "b"], "weight": 0.5, "more": None},
+    {"prompt": "Zwei, é, 二.", "completion": " ", "tags": [], "weight": 1.0, "more": {"x": 7}},
+]
+
+
+def test_parquet_is_what_pyarrow_wrote(tmp_path: Path) -> None:
+    """The real library's files, whole and cut."""
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: the extra train")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow has no parquet")
+    path = tmp_path / "data.parquet"
+    parquet.write_table(arrow.Table.from_pylist(EXAMPLES), path, row_group_size=1)
+    assert [*es.read_examples(path).items] == EXAMPLES
+    form = es.DataForm(remove_columns=["tags", "weight", "more"])
+    tokenizer = tiny_tokenizer()
+    rows = es.read_rows(path, None, tokenizer, form)
+    wanted = es.read_rows(EXAMPLES, None, tokenizer, form)
+    assert [one["input_ids"].tolist() for one in rows] == [
+        one["input_ids"].tolist() for one in wanted
+    ]
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(FormatError, match=r"data\.parquet cannot be read"):
+        es.read_examples(path)
+
+
+def test_a_data_set_of_the_library_is_read_by_number() -> None:
+    datasets = pytest.importorskip("datasets", reason="the library datasets is not installed")
+    data = datasets.Dataset.from_list([{"prompt": "1, 2,", "completion": " 3"}] * 3)
+    rows = es.read_rows(data, None, tiny_tokenizer())
+    assert len(rows) == 3 and not rows.fixed
+    wanted = es.read_rows([data[1]], None, tiny_tokenizer())[0]["input_ids"]
+    assert rows[1]["input_ids"].tolist() == wanted.tolist()
+
+
+def test_a_parquet_file_is_asked_of_pyarrow_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its path; what the library says of a broken one is told."""
     path, read = written(tmp_path, b"PAR1....PAR1", "data.parquet"), []
 
     def read_table(name: str) -> Any:

@@ -24,7 +24,7 @@ from everystep.errors import (
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 from everystep.train.callbacks import log_of
-from everystep.train.other_names import OTHER_METHODS, OTHER_PARTS
+from everystep.train.other_names import OTHER_ARGUMENTS, OTHER_METHODS, OTHER_PARTS
 from tests.executors.models import narrow_model
 from tests.models.tiny import ours, reference_decoder, reference_t5
 from tests.train.runs import padded, trainer
@@ -132,21 +132,58 @@ def test_what_is_logged_has_the_names_of_transformers(tmp_path: Path) -> None:
     assert told[0].keys() == told[1].keys()
 
 
+OTHER_DEFAULTS: dict[str, tuple[Any, Any, str]] = {
+    "output_dir": ("trainer_output", None, "theirs becomes trainer_output too"),
+    "disable_tqdm": (False, None, "theirs becomes False but where transformers logs errors alone"),
+}
+"""Defaults that differ: ours, theirs, and why that makes no difference."""
+
+
+def test_every_default_is_that_of_transformers() -> None:
+    """But for those that a list names, which come to the same."""
+    theirs = {one.name: one for one in dataclasses.fields(transformers.Seq2SeqTrainingArguments)}
+    usual = transformers.Seq2SeqTrainingArguments()
+    compared, own = set(), es.TrainingArguments()
+    for one in dataclasses.fields(es.TrainingArguments):
+        if not one.init or one.name not in theirs:
+            continue
+        other = theirs[one.name]
+        plain = other.default
+        if other.default_factory is not dataclasses.MISSING:
+            plain = other.default_factory()
+        plain = getattr(plain, "value", plain)  # of an enumeration
+        wanted = OTHER_DEFAULTS.get(one.name, (plain, plain, ""))
+        assert (one.default, plain) == wanted[:2], one.name
+        assert type(one.default) is type(wanted[0]) or plain == one.default, one.name
+        found = getattr(usual, one.name)
+        if plain is not None or one.name in OTHER_DEFAULTS:  # None: as others, or the model, say
+            found = {"report_to": found or "none"}.get(one.name, getattr(found, "value", found))
+            assert getattr(own, one.name) == found, one.name
+        compared.add(one.name)
+    mine = {one.name for one in dataclasses.fields(es.TrainingArguments) if one.init}
+    assert mine - compared == {"trainable"} and OTHER_DEFAULTS.keys() <= compared
+    # What is none here is taken, or refused in the test below.
+    assert theirs.keys() - compared - {*OTHER_ARGUMENTS} <= {
+        one.name for one in theirs.values() if not one.init
+    } | {"sortish_sampler"}
+
+
 def test_a_script_of_transformers_changes_by_its_import(tmp_path: Path) -> None:
     """Whatever an argument's default says is taken where it is what happens here."""
-    mine = {one.name for one in dataclasses.fields(es.TrainingArguments)}
     theirs = transformers.TrainingArguments(str(tmp_path))
-    refused = {}
+    refused, taken = {}, set()
     for one in dataclasses.fields(transformers.TrainingArguments):
-        if not one.init:
+        if not one.init or one.name == "output_dir":
             continue
         usual = one.default
         if usual is dataclasses.MISSING:
             usual = getattr(theirs, one.name)
         try:
-            es.TrainingArguments(str(tmp_path), **({} if one.name in mine else {one.name: usual}))
+            es.TrainingArguments(str(tmp_path), **{one.name: usual})
+            taken.add(one.name)
         except UnsupportedError as error:
             refused[one.name] = str(error)
+    assert len(taken) + len(refused) == 113
     # Their defaults say something that does not happen here, or nothing at all.
     assert {*refused} == {
         *("dataloader_pin_memory", "do_train", "do_eval", "do_predict", "log_on_each_node"),
@@ -232,6 +269,88 @@ def test_what_is_logged_is_in_a_file(tmp_path: Path) -> None:
     run.train()
     assert log_of(tmp_path) == run.state.log_history
     assert [one["num_input_tokens_seen"] for one in log_of(tmp_path)] == [32, 64, 96, 96]
+
+
+@pytest.mark.parametrize("counted", [True, "all", "non_padding", False])
+def test_tokens_are_counted_as_by_transformers(counted: Any, tmp_path: Path) -> None:
+    """With padding, and without it."""
+    rows = [{"input_ids": [5] * one + [2], "labels": [-100] * one + [2]} for one in (2, 7, 3, 5)]
+    given = {"per_device_train_batch_size": 2, "max_steps": 3, "logging_steps": 1}
+    given |= {"include_num_input_tokens_seen": counted, "disable_tqdm": True}
+    theirs = transformers.Trainer(
+        reference_decoder("llama", torch.float32),
+        transformers.TrainingArguments(
+            output_dir=str(tmp_path / "theirs"), use_cpu=True, report_to="none", **given
+        ),
+        padded,
+        rows,
+    )
+    run = made(tmp_path / "ours", rows=rows, **given)
+    theirs.train()
+    run.train()
+    own, other = (
+        [one.get("num_input_tokens_seen") for one in each.state.log_history if "loss" in one]
+        for each in (run, theirs)
+    )
+    assert own == other and (own[-1] is None) == (counted is False)
+
+
+class Metrics(es.TrainerCallback):
+    """Says what evaluations have found, one after another."""
+
+    def __init__(self, values: list[float], first: int = 0) -> None:
+        self._values = iter(values[first:])
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        given["metrics"]["eval_speed"] = next(self._values)
+
+
+@pytest.mark.parametrize(
+    ("values", "greater", "given", "evaluations"),
+    [
+        ([5, 4, 3.95, 3.9, 1], False, (2, 0.2), 4),  # better by less than the threshold, twice
+        ([5, 4.9, 4, 3.9, 3.85], False, (2, 0.2), 5),  # the third counts anew
+        ([5, 6, 4, 4.5, 4], False, (1,), 2),
+        ([1, 2, 3, 2.5, 2.9], True, (2,), 5),
+        ([5, 5, 4, 3, 2], False, (2,), None),
+        ([3, 3, 3, 4, 5], False, (3,), 4),  # the same is no better
+    ],
+)
+def test_a_run_stops_where_its_metric_got_no_better(
+    values: list[float], greater: bool, given: Any, evaluations: int | None, tmp_path: Path
+) -> None:
+    """Where transformers' own callback says so, and as well where it was resumed before."""
+    said: dict[str, Any] = {"max_steps": 5, "eval_strategy": "steps", "eval_steps": 1}
+    said |= {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3}
+    said |= {"metric_for_best_model": "speed", "greater_is_better": greater}
+    unseen = [{"input_ids": [7, 8, 2], "labels": [-100, 8, 2]}]
+
+    def run(first: int = 0) -> es.Trainer:
+        stops = es.EarlyStoppingCallback(*given)
+        told = [Metrics(values, first), stops]
+        return made(tmp_path, eval_dataset=unseen, callbacks=told, **said)
+
+    whole = run()
+    whole.train()
+    assert whole.state.global_step == (evaluations or 5)
+    theirs = transformers.EarlyStoppingCallback(*given)
+    best, stopped = None, None
+    for number, value in enumerate(values, 1):
+        state, control = transformers.TrainerState(best_metric=best), transformers.TrainerControl()
+        args = transformers.TrainingArguments(
+            metric_for_best_model="speed", greater_is_better=greater
+        )
+        theirs.on_evaluate(args, state, control, {"eval_speed": value})
+        if best is None or (value > best if greater else value < best):
+            best = value
+        if control.should_training_stop:
+            stopped = number
+            break
+    assert stopped == evaluations
+    again = run(first=2)
+    if whole.state.global_step > 2:
+        again.train(resume_from_checkpoint=tmp_path / "checkpoint-2")
+        assert again.state.global_step == whole.state.global_step
 
 
 def test_evaluation_generates_what_the_model_would(tmp_path: Path) -> None:

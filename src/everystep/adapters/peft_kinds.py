@@ -170,9 +170,16 @@ def _adalora(config: Fields, module: AdaptedModule) -> AdapterChange:
     a, values = module.tensors["lora_A"], module.tensors["lora_E"]
     rank = len(a)
     module.require(lora_A=(rank, module.shape[1]), lora_B=(module.shape[0], rank), lora_E=(rank, 1))
-    alpha = config.number("lora_alpha", 8)
+    alpha, begun = config.number("lora_alpha", 8), config.integer("init_r", 12)
+    if rank > begun or (rank < begun and not config.values.get("rank_pattern")):
+        raise FormatError(
+            f"{config.where}: the ranks of {module.name!r} and init_r do not agree",
+            wanted=f"{begun} rows of lora_A, or fewer and a rank_pattern",
+            got=rank,
+        )
     b = module.part.loaded(module.tensors["lora_B"])
-    return Delta(a * values, b, (alpha or rank) / (rank + 1e-5), module.part.start)
+    # The share of a rank stays as it began, however many of them the budget has left.
+    return Delta(a * values, b, (alpha or rank) / (begun + 1e-5), module.part.start)
 
 
 def _vera(config: Fields, module: AdaptedModule) -> AdapterChange:

@@ -33,7 +33,7 @@ _USUAL: dict[str, Any] = {
     "logging_steps": 5,
     "save_strategy": "epoch",
     "save_total_limit": 2,
-    "include_num_input_tokens_seen": True,
+    "include_num_input_tokens_seen": "non_padding",
 }
 """Choices of a run where neither the command nor the configuration says otherwise."""
 _LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}

@@ -17,6 +17,7 @@ from everystep.train.schedules import SCHEDULES
 Strategy = Literal["no", "steps", "epoch"]
 SaveStrategy = Literal["no", "steps", "epoch", "best"]
 Optimiser = Literal["adamw_torch", "adamw_torch_fused", "sgd"]
+Counted = Literal["all", "non_padding", "no"]
 Sampling = Literal["random", "sequential", "group_by_length"]
 
 _COUNTS = """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
@@ -27,7 +28,7 @@ _CHECKPOINTING = "activation_checkpointing gradient_checkpointing"
 _SHARES = "adam_beta1 adam_beta2 label_smoothing_factor"
 _FLAGS = """bf16 logging_first_step eval_on_start
     save_only_model load_best_model_at_end dataloader_drop_last
-    include_num_input_tokens_seen predict_with_generate disable_tqdm ignore_data_skip
+    predict_with_generate disable_tqdm ignore_data_skip
     use_cpu"""
 _INTERVALS = "logging_steps eval_steps save_steps"
 
@@ -62,6 +63,8 @@ class TrainingArguments:
     once more for gradients, in less memory. `warmup_steps`: steps, or below 1 a share of all.
     `..._strategy`: when to log, evaluate and save; `..._steps`: after how many steps, or below 1
     which share of all.
+    `include_num_input_tokens_seen`: whether logs say how many ids were read, "all" (True), those
+    that are no padding ("non_padding") or "no" (False).
     `save_total_limit`: the newest checkpoints that stay, the best beside them. `seed`, `data_seed`:
     of dropout and of the order of the data. `predict_with_generate`: evaluation generates too, with
     `generation_config`, at most `generation_max_length` new tokens, and `generation_num_beams`, and
@@ -103,7 +106,7 @@ class TrainingArguments:
     logging_strategy: Strategy = "steps"
     logging_steps: float = 500
     logging_first_step: bool = False
-    include_num_input_tokens_seen: bool = False
+    include_num_input_tokens_seen: Counted | bool = "no"
     disable_tqdm: bool = False
     report_to: str | tuple[str, ...] = "none"
     eval_strategy: Strategy = "no"
@@ -141,6 +144,9 @@ class TrainingArguments:
         for name, usual in (("disable_tqdm", False), ("report_to", "none")):
             if getattr(self, name) is None:  # as scripts of transformers pass them
                 set_(name, usual)
+        counted = self.include_num_input_tokens_seen
+        if isinstance(counted, bool):
+            set_("include_num_input_tokens_seen", "all" if counted else "no")
         for name in ("trainable", "report_to"):
             value = getattr(self, name)
             if isinstance(value, list | tuple):
@@ -277,6 +283,7 @@ _NAMED: Mapping[str, tuple[str, ...]] = {
     "eval_strategy": get_args(Strategy),
     "save_strategy": get_args(SaveStrategy),
     "train_sampling_strategy": get_args(Sampling),
+    "include_num_input_tokens_seen": get_args(Counted),
 }
 """Names whose values are one of these."""
 

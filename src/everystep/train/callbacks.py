@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn, final
 
@@ -82,6 +83,10 @@ class TrainerCallback:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on with what a checkpoint kept."""
 
+    def close(self) -> None:
+        """Let go of what training needed: called after `on_train_end`, and where training ended by
+        an error or an interrupt, which leaves that out."""
+
 
 @final
 class Callbacks:
@@ -123,6 +128,13 @@ class Callbacks:
             if found is not None and found is not control:
                 _refuse_control(one, event, found)
 
+    def closing(self) -> ExitStack:
+        """Return what lets each let go of what training needed, also where another fails to."""
+        held = ExitStack()
+        for one in reversed(self._all):
+            held.callback(one.close)
+        return held
+
     def states(self) -> dict[str, Any]:
         """Return what checkpoints keep, by class and number."""
         kept = {self._name(one): one.state() for one in self._all}
@@ -141,8 +153,8 @@ class Callbacks:
 
 def require_callback(one: object) -> None:
     """Refuse what does not have the methods of a callback."""
-    events = [name for name in vars(TrainerCallback) if name.startswith("on_")]
-    missing = [name for name in events if not callable(getattr(one, name, None))]
+    wanted = [name for name in vars(TrainerCallback) if not name.startswith("_")]
+    missing = [name for name in wanted if not callable(getattr(one, name, None))]
     if missing:
         raise RequestError(
             "this is no callback",
@@ -281,7 +293,7 @@ class TensorBoardCallback(TrainerCallback):
                 tag = f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}"
                 self._writer.add_scalar(tag, value, state.global_step)
 
-    def on_train_end(self, *_: Any, **given: Any) -> None:
+    def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -382,6 +394,8 @@ class ProgressCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
+        if self._task is not None:  # of a training before this one
+            self._progress.remove_task(self._task)
         self._progress.start()
         self._began, self._first = time.monotonic(), state.num_input_tokens_seen
         self._task = self._progress.add_task(
@@ -414,8 +428,8 @@ class ProgressCallback(TrainerCallback):
             told = f"  {cut(asked)} → {cut(' '.join(text.split()), 200)}"
             self._progress.console.print(told, markup=False, highlight=False)
 
-    def on_train_end(self, *_: Any, **given: Any) -> None:
-        self._progress.stop()
+    def close(self) -> None:
+        self._progress.stop()  # which gives the terminal its cursor back
 
 
 def log_of(folder: Path) -> list[dict[str, Any]]:

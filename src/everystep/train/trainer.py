@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, final
@@ -92,6 +92,7 @@ from everystep.train.optimisers import optimiser_of
 from everystep.train.order import batches_of, epoch_order, keyed_randomness
 from everystep.train.other_names import OTHER_METHODS, OTHER_PARTS
 from everystep.train.ranks import Ranks
+from everystep.train.resuming import compare, described, digest_of, require_alike
 from everystep.train.row import length_of, read_row
 from everystep.train.schedules import factor_of
 from everystep.train.state import TrainerControl, TrainerState, TrainOutput
@@ -113,6 +114,8 @@ _REPORTERS: Mapping[str, type[TrainerCallback]] = {
 _SAMPLE_TOKENS = 64
 _LOOKED_AT = 1000
 """Examples that are read before the first step of a data set that makes them anew each time."""
+_DIGESTED = 100
+"""Rows of such a data set that checkpoints know again."""
 _OF_STEP, _OF_ROW, _OF_BATCH, _OF_CHECK = 1, 2, 3, 4
 
 
@@ -246,6 +249,7 @@ class Trainer:
         self.state, self.control = TrainerState(), TrainerControl()
         self._given = optimizers
         self._lengths: list[int] | None = None
+        self._described: dict[str, Any] | None = None
         self.optimizer: Any = optimizers[0]
         self.lr_scheduler: Any = optimizers[1]
         shows = [] if self.args.disable_tqdm else [ProgressCallback]
@@ -459,15 +463,21 @@ class Trainer:
         self._require_memory()
         self._prepare(plan)
         self._require_alike(rows)
+        self._described = None
         if start is not None:
-            self._go_on_from(start, plan)
+            plan = self._go_on_from(start, plan)
         if self._ranks.is_first:
             self._answers.begin(self.state.global_step)
+        with self._callbacks.closing():
+            return self._run(rows, plan, is_new=start is None)
+
+    def _run(self, rows: TrainingRows, plan: _Plan, *, is_new: bool) -> TrainOutput:
+        """Take the steps of a plan from where the run stands."""
         began, first = time.monotonic(), self.state.global_step
         seen = self.state.num_input_tokens_seen
         self.control.should_training_stop = False
         self._tell("on_train_begin")
-        if self.args.eval_on_start and start is None:
+        if self.args.eval_on_start and is_new:
             self.evaluate()
         try:
             for epoch in range(self._place.epoch, plan.epochs):
@@ -647,7 +657,8 @@ class Trainer:
         ids = sum(_ids_of(share.batch) for share in own)
         places = sum(_places_of(share.batch) for share in own)
         items, read, whole = (int(one) for one in self._ranks.sums([labels, ids, places]))
-        self.state.num_input_tokens_seen += read
+        all_ = self.args.include_num_input_tokens_seen == "all"
+        self.state.num_input_tokens_seen += whole if all_ else read
         self.state.total_flos += 6.0 * whole * self._multiplied
         if not items:
             raise RequestError(
@@ -775,7 +786,7 @@ class Trainer:
 
     def _log(self, logs: Mapping[str, Any]) -> None:
         found = {**logs, "epoch": self.state.epoch}
-        if self.args.include_num_input_tokens_seen:
+        if self.args.include_num_input_tokens_seen != "no":
             found["num_input_tokens_seen"] = self.state.num_input_tokens_seen
         self.state.log_history.append({**found, "step": self.state.global_step})
         self._tell("on_log", logs=found)
@@ -828,7 +839,7 @@ class Trainer:
             "total_flos": self.state.total_flos,
             "train_loss": whole / max(self.state.global_step, 1),
         }
-        if self.args.include_num_input_tokens_seen:
+        if self.args.include_num_input_tokens_seen != "no":
             metrics["train_tokens_per_second"] = tokens / max(seconds, 1e-9)
         metrics = self._ranks.once(lambda: metrics)
         self._log(metrics)
@@ -928,6 +939,7 @@ class Trainer:
             "place": [self._place.epoch, self._place.steps],
             "schedule": None if only_model else self.lr_scheduler.state_dict(),
             "step_size": self._step_size,
+            "choices": self._choices,
         }
         optimizer = None if only_model else self.optimizer.state_dict()
         kept = KeptRun(self.state.to_dict(), optimizer, more)
@@ -936,7 +948,20 @@ class Trainer:
         self._ranks.once(lambda: keep_newest(self.args.folder, limit, best))
         self._tell("on_save")
 
-    def _go_on_from(self, folder: Path, plan: _Plan) -> None:
+    @property
+    def _choices(self) -> dict[str, Any]:
+        """The choices and the data of this run, as checkpoints have them."""
+        if self._described is None:
+            rows = self._required_rows()
+            step = 1 if rows.fixed else -(-len(rows) // _DIGESTED)
+            digest = digest_of(partial(self._row, rows, epoch=0), range(0, len(rows), step))
+            own = self._given[1] is not None
+            count = len(rows) // rows.per_example
+            self._described = described(self.args, count, digest, own_schedule=own)
+        return self._described
+
+    def _go_on_from(self, folder: Path, plan: _Plan) -> _Plan:
+        """Take up the run of a checkpoint; return the plan of what is left of it."""
         trained = [one for group in self.optimizer.param_groups for one in group["params"]]
 
         def lay(number: int, *given: Any) -> Tensor:
@@ -951,8 +976,36 @@ class Trainer:
             return self._forwards.lay(trained[number], *given)
 
         kept = read_kept_run(folder, lay)
+        self._require_same_run(folder, kept)
         state, more = TrainerState.of(kept.state), kept.more
-        then = {"max_steps": state.max_steps, "number of examples in a step": more["step_size"]}
+        self.weights.restore(folder)
+        self.optimizer.load_state_dict(dict(kept.optimizer or {}))
+        self.lr_scheduler.load_state_dict(more["schedule"])
+        for name in ("logging_steps", "eval_steps", "save_steps", "train_batch_size"):
+            setattr(state, name, getattr(self.state, name))  # as they are asked for now
+        self.state = state
+        self._know_ranks()
+        self._callbacks.load_states(state.stateful_callbacks)
+        self._sums = _Sums(more["loss"], more["logged_step"], more["whole"])
+        self._place = _Place(*more["place"])
+        if not self.args.ignore_data_skip:
+            return plan
+        self._place = _Place(self._place.epoch, 0)
+        left = math.ceil((plan.all_steps - state.global_step) / plan.steps)
+        return replace(plan, epochs=self._place.epoch + left)
+
+    def _require_same_run(self, folder: Path, kept: KeptRun) -> None:
+        """Refuse to go on with what is of another run; warn of what has an effect from now on."""
+        more = kept.more
+        with warnings.catch_warnings():
+            if not self._ranks.is_first:
+                warnings.simplefilter("ignore")  # the first says it
+            skips = not self.args.ignore_data_skip
+            compare(folder, more.get("choices", {}), self._choices, skips=skips)
+        then = {
+            "max_steps": kept.state["max_steps"],
+            "number of examples in a step": more["step_size"],
+        }
         now = {"max_steps": self.state.max_steps, "number of examples in a step": self._step_size}
         for name, wanted in then.items():
             if now[name] != wanted:
@@ -964,16 +1017,8 @@ class Trainer:
                     "of processes change per_device_train_batch_size or "
                     "gradient_accumulation_steps, so that a step has as many examples",
                 )
-        self.weights.restore(folder)
-        self.optimizer.load_state_dict(dict(kept.optimizer or {}))
-        self.lr_scheduler.load_state_dict(kept.more["schedule"])
-        self.state = state
-        self._know_ranks()
-        self._callbacks.load_states(state.stateful_callbacks)
-        self._sums = _Sums(more["loss"], more["logged_step"], more["whole"])
-        self._place = _Place(*more["place"])
-        if self.args.ignore_data_skip:
-            self._place = _Place(self._place.epoch, 0)
+        groups = dict(kept.optimizer or {}).get("param_groups", ())
+        require_alike(folder, groups, self.optimizer.param_groups)
 
     def _load_best(self) -> None:
         """Take the weights of the best checkpoint, where that was asked for."""

@@ -23,15 +23,18 @@ from everystep.adapters import (
     Adapter,
     Delta,
     Dense,
+    InputScaling,
+    Kronecker,
     Magnitude,
     OutputScaling,
+    Rotation,
     read_adapter,
 )
 from everystep.adapters.adapter import ROLES
-from everystep.adapters.changes import AdapterChange, Rotation
+from everystep.adapters.changes import AdapterChange, Replacement
 from everystep.api.model import LanguageModel
 from everystep.draws import SeededDraws
-from everystep.engine import PromptLookup, prefixes
+from everystep.engine import Engine, Lockstep, PromptLookup, prefixes
 from everystep.errors import InvariantError, RequestError
 from everystep.executors.native import NativeExecutor, changes
 from everystep.executors.native.changes import AdaptersOfStep, PackedAdapter, PackedAdapters
@@ -44,12 +47,12 @@ from everystep.stops.ends import MaxLength
 from everystep.strategies import Beam, Greedy, Sample
 from everystep.types import Extra, Prompt, Request, StepOutput, Verb, Work
 from tests.adapters.making import PROJECTIONS, random_lora, write_folder
-from tests.adapters.test_kinds import MADE, READ, base, trained
+from tests.adapters.test_kinds import MADE, READ, base, mixture, trained
 from tests.executors.members import members
 from tests.executors.models import SPECS, narrow_model, random_model
 from tests.executors.works import one_feed
 from tests.judges.dice import Dice
-from tests.judges.drive import run_scheduled, run_together
+from tests.judges.drive import Drive, result, run_scheduled, run_together
 from tests.judges.mixes import random_schedule
 from tests.judges.mutants import replaced
 from tests.judges.textbook import Hypothesis
@@ -62,22 +65,25 @@ Mixed = tuple[tuple[str, float], ...]
 MIXES: tuple[Mixed, ...] = (
     (),
     (("a", 1.0),),
-    (("a", 0.5),),
+    (("folded", 1.0),),
     (("b", 1.0),),
     (("a", 0.7), ("b", 0.3)),
-    (("scales", 1.0),),
-    (("scales", 0.5), ("a", 1.0)),
-    (("a", 1.0), ("scales", 0.5)),
+    (("read", 1.0),),
+    (("scales", 0.5), ("folded", 0.5), ("a", 1.0)),
+    (("a", 1.0), ("turned", 0.5)),
     (("dense", 1.0),),
-    (("b", -0.5), ("dense", 0.2)),
+    (("turned", 0.7), ("b", -0.5), ("read", 1.0)),
     (("lengths", 1.0),),
-    (("lengths", 0.4), ("b", 1.0)),
-    (("b", 1.0), ("lengths", 0.4)),
+    (("lengths", 0.4), ("read", 0.6)),
+    (("b", 1.0), ("folded", 0.6), ("turned", 1.0)),
     (("a", 0.0),),
-    (("a", 0.2), ("b", 0.2), ("dense", 0.2), ("scales", 0.2), ("lengths", 0.2)),
+    (
+        *(("folded", 0.3), ("a", 0.2), ("b", 0.2), ("dense", 0.2), ("scales", 0.2)),
+        *(("read", 0.4), ("lengths", 0.2)),
+    ),
     (("few", 1.5),),
 )
-KINDS = ("a", "b", "dense", "scales", "lengths", "few")
+KINDS = ("a", "b", "dense", "scales", "lengths", "few", "folded", "turned", "read")
 
 
 # --- adapters of a decoder, of every class of change ----------------------------------------------
@@ -124,6 +130,13 @@ def _change(kind: str, start: int, rows: int, width: int, generator: Any) -> Ada
         return Dense(drawn(rows, width) * 0.3, start)
     if kind == "scales":
         return OutputScaling(1 + drawn(rows), start)
+    if kind == "folded":
+        own = next(one for one in (5, 4, 3, 2, 1) if rows % one == 0)
+        return Kronecker(drawn(rows // own, width // 4), drawn(own, 4) * 0.5, start)
+    if kind == "turned":
+        return Rotation(torch.eye(4) + drawn(width // 4, 4, 4) * 0.5, rows, start)
+    if kind == "read":
+        return InputScaling(1 + drawn(width), rows, start)
     rank = {"a": 3, "b": 21}.get(kind, 5)
     shift = drawn(rows) if kind == "b" else None
     delta = Delta(drawn(rank, width), drawn(rows, rank), 0.8, start, shift)
@@ -249,7 +262,7 @@ def test_a_feed_longer_than_the_buffers_keeps_its_mix() -> None:
 @pytest.mark.parametrize("rounding", FORMATS)
 def test_the_order_of_what_adds_changes_no_bit(rounding: Rounding | None) -> None:
     model = narrow_model("llama", rounding)
-    mix = (("dense", 0.3), ("b", 0.6), ("a", 0.7))
+    mix = (("dense", 0.3), ("folded", 0.4), ("b", 0.6), ("a", 0.7))
     found = logits_of(NativeExecutor(model), work_of(model, [mix, mix[::-1]], [6, 6]))
     again = logits_of(NativeExecutor(model), work_of(model, [mix[::-1], mix], [6, 6]))
     assert torch.equal(found[0], again[0]) and torch.equal(found[1], again[1])
@@ -271,12 +284,12 @@ def test_what_the_kernels_do_not_know_is_refused_before_they_see_it() -> None:
 
 def _asking_beyond(model: Model) -> Work:
     """A work with an adapter of a class that the kernels do not know."""
-    turns = Adapter({"layers.0.out": (Rotation(torch.eye(4).expand(8, 4, 4), 32),)})
+    whole = Adapter({"layers.0.out": (Replacement(torch.eye(32)),)})
     work = work_of(model, [()], [3])
-    return replace(work, extras={0: Extra(adapters=(("t", 1.0),), resolved=(turns,))})
+    return replace(work, extras={0: Extra(adapters=(("t", 1.0),), resolved=(whole,))})
 
 
-NATIVE = {"LORA", "ADALORA", "VERA", "LOHA", "SHIRA"}
+NATIVE = {"LORA", "ADALORA", "VERA", "LOHA", "LOKR", "SHIRA", "OFT", "IA3"}
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -287,7 +300,7 @@ def test_kinds_that_run_natively_are_those_of_the_guide(name: str) -> None:
     subject.to(torch.float32)
     adapter = read_adapter(folder, subject.core).now()
     config = json.loads((folder / "adapter_config.json").read_text())
-    native = config["peft_type"] in NATIVE or config.get("feedforward_modules") == []
+    native = config["peft_type"] in NATIVE
     executor = subject.executor(adapter.needs)
     assert isinstance(executor, NativeExecutor) == native
     ids = READ[0].tolist()
@@ -393,6 +406,50 @@ def test_sixteen_mixes_are_sixteen_requests_alone_to_the_bit(
     rounding: Rounding | None, way: str
 ) -> None:
     assert holds(rounding, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rounding", [None, "int4"])
+def test_sixteen_saved_mixes_go_on_to_the_bit(rounding: Rounding | None, way: str) -> None:
+    """All of them at once, after some steps, into another engine."""
+    model = narrow_model("llama", rounding)
+    asked = requests_of(model, way)
+    run = Drive(Engine(NativeExecutor(model), Lockstep(None)))
+    for request in asked:
+        run.submit(request)
+    for _ in range(3):
+        run.step()
+    data = [run.engine.dump(run.groups[request.request_id]) for request in asked]
+    assert all(group.live for group in run.groups.values())
+    again = Drive(Engine(NativeExecutor(model), Lockstep(None)))
+    restored = [
+        again.engine.restore(request, one) for request, one in zip(asked, data, strict=True)
+    ]
+    while again.engine.pending:
+        again.step()
+    for request, group in zip(asked, restored, strict=True):
+        name = request.request_id
+        assert result(group) == alone(rounding, way)[name], MIXES[int(name)]
+        assert result(group) == run.finish().results[name]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("lora", "oft", "loha"), ("oft", "lora", "loha"), ("loha", "lora", "oft", "lokr")],
+    ids=" in ".join,
+)
+def test_mixes_of_several_kinds_are_pefts(names: tuple[str, ...]) -> None:
+    """The first one innermost, as PEFT's own mixed model has them."""
+    expected = mixture(names)[0]
+    subject = LanguageModel(ours(base("llama")))
+    subject.to(torch.float32)
+    adapters = tuple(read_adapter(trained("llama", one)[0], subject.core).now() for one in names)
+    executor = subject.executor(frozenset().union(*(one.needs for one in adapters)))
+    assert isinstance(executor, NativeExecutor)
+    mix = Extra(adapters=tuple((one, 1.0) for one in names), resolved=adapters)
+    work = one_feed(READ[0].tolist(), verbs=(Verb("allocate", 0),))
+    found = executor.run(replace(work, extras={0: mix})).logits
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 def test_each_mix_is_another_model() -> None:

@@ -1,4 +1,4 @@
-"""Adapters as the library reads them: what their changes add and scale, panel by panel.
+"""Adapters as the library reads them: what their changes add, scale and turn, panel by panel.
 
 A copy belongs to a network and to one `Adapter`, whose values never change; it lives as long as
 both. So one that has learned since is another copy.
@@ -7,8 +7,9 @@ both. So one that has learned since is another copy.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from ctypes import Structure
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,8 +24,12 @@ from everystep.adapters import (
     AfterLayer,
     Delta,
     Dense,
+    InputChange,
+    InputScaling,
+    Kronecker,
     Magnitude,
     OutputScaling,
+    Rotation,
     Shift,
     ordered,
     uses_of,
@@ -35,10 +40,16 @@ from everystep.executors.native.library import (
     ChangesOfLayer,
     ChangesOfMap,
     ChangeWeights,
+    FoldsOfRead,
+    FoldWeights,
     LinearMapC,
     Matrix,
     StackWeights,
     StepWork,
+    TurnedMap,
+    TurnedPanels,
+    TurnsOfRead,
+    TurnWeights,
 )
 from everystep.executors.native.packing import Packing
 from everystep.models.decoder import Decoder
@@ -48,6 +59,12 @@ from everystep.types import Work
 
 _READS = ("qkv", "out", "up", "down")  # as `cpp/model.h` counts what is read
 _MAPS = ("qkv", "out", "gate", "up", "down")  # and the maps
+
+
+NATIVE_CHANGES = frozenset(
+    one.needs for one in (InputScaling, Kronecker, Rotation) if one.needs is not None
+)
+"""What changes need that the library makes beside what every executor can."""
 
 
 class _Affine(NamedTuple):
@@ -69,7 +86,8 @@ def _affine(change: AdapterChange, bias: Tensor | None) -> _Affine:
     """Write a change of rows whose map has this bias (rows,) in that form."""
     at = change.start, change.rows
     if isinstance(change, Delta):
-        return _Affine(*at, change.a, change.b, shift=change.shift, scale=change.scale)
+        a, b = (change.a, change.b) if len(change.a) else (None, None)  # no rank is left of it
+        return _Affine(*at, a, b, shift=change.shift, scale=change.scale)
     if isinstance(change, Dense):
         return _Affine(*at, up=change.matrix)
     if isinstance(change, OutputScaling):
@@ -105,33 +123,49 @@ class _Map:
             whole += -(-size // PANEL) * PANEL
         return _Map(begin, begin + sum(sizes), torch.cat(places))
 
+    def stretch(self, start: int, rows: int) -> _Stretch | None:
+        """Return where rows of the projection lie in this map; None where they lie in another."""
+        first, stop = max(start, self.begin), min(start + rows, self.end)
+        if first >= stop:
+            return None
+        places = self.places[first - self.begin : stop - self.begin]
+        panel = int(places[0]) // PANEL
+        panels = int(places[-1]) // PANEL + 1 - panel
+        return _Stretch(slice(first - start, stop - start), panel, panels, places - panel * PANEL)
+
     def change(self, packing: Packing, own: _Affine, first: int) -> ChangeWeights | None:
         """Pack the part of a change that changes this map; None where it changes another.
 
         `first`: where what it reads begins in what is made of the map's input.
         """
-        start, stop = max(own.start, self.begin), min(own.start + own.rows, self.end)
-        if start >= stop:
+        at = self.stretch(own.start, own.rows)
+        if at is None:
             return None
-        cut = slice(start - own.start, stop - own.start)
-        places = self.places[start - self.begin : stop - self.begin]
-        panel = int(places[0]) // PANEL
-        panels = int(places[-1]) // PANEL + 1 - panel
-
-        def padded(rows: Tensor) -> Tensor:
-            found = rows.new_zeros(panels * PANEL, *rows.shape[1:])
-            found[places - panel * PANEL] = rows[cut]
-            return found
-
         return ChangeWeights(
-            panel=panel,
-            panels=panels,
+            panel=at.panel,
+            panels=at.panels,
             first=-1 if own.down is None else first,
-            up=Matrix() if own.up is None else packing.matrix(_narrow(padded(own.up))),
-            gain=packing.floats(None if own.gain is None else padded(own.gain)),
-            shift=packing.floats(None if own.shift is None else padded(own.shift)),
+            stretch=own.start,
+            up=Matrix() if own.up is None else packing.matrix(_narrow(at.padded(own.up))),
+            gain=packing.floats(None if own.gain is None else at.padded(own.gain)),
+            shift=packing.floats(None if own.shift is None else at.padded(own.shift)),
             scale=own.scale,
         )
+
+
+class _Stretch(NamedTuple):
+    """Rows `cut` of a change in panels of a map, from `panel` on; `places`: (rows,) in these."""
+
+    cut: slice
+    panel: int
+    panels: int
+    places: Tensor
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """Return rows of a change where they lie in the panels, with zeros elsewhere."""
+        found = rows.new_zeros(self.panels * PANEL, *rows.shape[1:])
+        found[self.places] = rows[self.cut]
+        return found
 
 
 def _narrow(values: Tensor) -> Tensor:
@@ -152,39 +186,126 @@ class PackedAdapter:
         self._packing = Packing()
         count = stack.layers
         layers = (ChangesOfLayer * count)()
-        most = 0
+        most, turns = 0, 0
         for index in range(count):
             for place, read in enumerate(_READS):
                 changes = adapter.targets.get(f"layers.{index}.{read}", ())
+                turned = [one for one in changes if isinstance(one, Rotation | InputScaling)]
+                changes = tuple(
+                    one for one in changes if not isinstance(one, Rotation | InputScaling)
+                )
                 if read == "down":  # what is added to it is added to what comes out of the layer
                     changes = (*changes, *adapter.targets.get(f"{AFTER}{index}", ()))
-                if changes:
+                if changes or turned:
                     bias = getattr(cast(Decoder, network).layers[index], read).bias
-                    own = [_affine(one, _rows_of(bias, one)) for one in changes]
                     maps = _maps_of(stack.layer[index], read)
-                    most = max(most, self._put(layers[index], place, own, maps))
+                    most = max(most, self._put(layers[index], place, changes, maps, bias))
+                    self._turn(layers[index], place, turned, maps)
+                    turns = max(turns, len(turned))
         self._packing.alive.append(layers)
-        self.structure = AdapterMatrices(count, most, layers)
+        self.structure = AdapterMatrices(count, most, turns, layers)
 
     def _put(
-        self, layer: ChangesOfLayer, place: int, changes: Sequence[_Affine], maps: dict[str, _Map]
+        self,
+        layer: ChangesOfLayer,
+        place: int,
+        changes: Sequence[AdapterChange],
+        maps: dict[str, _Map],
+        bias: Tensor | None,
     ) -> int:
-        """Pack the changes of one projection; return the rows that are made of what it reads, in
-        whole panels."""
-        downs = [one.down for one in changes if one.down is not None]
+        """Pack the changes of what one projection gives; return how many values are made of what
+        it reads."""
+        affine = {
+            number: _affine(one, _rows_of(bias, one))
+            for number, one in enumerate(changes)
+            if not isinstance(one, Kronecker)
+        }
+        downs = [one.down for one in affine.values() if one.down is not None]
         if downs:
             layer.down[place] = self._packing.matrix(_narrow(torch.cat(downs)))
-        for name, linear in maps.items():
-            found, first = [], 0
-            for one in changes:
-                packed = linear.change(self._packing, one, first)
-                found += [] if packed is None else [packed]
-                first += 0 if one.down is None else len(one.down)
-            each = (ChangeWeights * len(found))(*found)
-            self._packing.alive.append(each)
-            layer.maps[_MAPS.index(name)] = ChangesOfMap(len(found), each)
-        ranks = sum(map(len, downs))
-        return -(-ranks // PANEL) * PANEL
+        begin, behind = 0, -(-sum(map(len, downs)) // PANEL) * PANEL
+        found: dict[str, list[ChangeWeights]] = {name: [] for name in maps}
+        folds = []
+        for number, change in enumerate(changes):
+            if isinstance(change, Kronecker):
+                fold, parts = self._fold(change, behind, maps)
+                folds.append(fold)
+                behind += fold.size
+            else:
+                own = affine[number]
+                each = ((x, one.change(self._packing, own, begin)) for x, one in maps.items())
+                parts = {name: one for name, one in each if one is not None}
+                begin += 0 if own.down is None else len(own.down)
+            for name, packed in parts.items():
+                found[name].append(packed)
+        for name, packed_all in found.items():
+            layer.maps[_MAPS.index(name)] = ChangesOfMap(*self._each(ChangeWeights, packed_all))
+        layer.folds[place] = FoldsOfRead(*self._each(FoldWeights, folds))
+        return behind
+
+    def _fold(
+        self, change: Kronecker, first: int, maps: dict[str, _Map]
+    ) -> tuple[FoldWeights, dict[str, ChangeWeights]]:
+        """Pack a product of two small matrices whose outputs, panel by panel, come to lie from
+        `first` on, and what adds them to each map."""
+        size, places, parts = 0, torch.zeros(change.rows, dtype=torch.int64), {}
+        for name, one in maps.items():
+            at = one.stretch(change.start, change.rows)
+            if at is not None:
+                places[at.cut] = size + at.places
+                given = {"panel": at.panel, "panels": at.panels, "first": first + size}
+                parts[name] = ChangeWeights(**given, stretch=change.start, scale=1.0)
+                size += at.panels * PANEL
+        self._packing.alive.append(places)
+        rows, columns = change.left.shape
+        inner_rows, inner_columns = change.right.shape
+        fold = FoldWeights(
+            stretch=change.start,
+            first=first,
+            size=size,
+            rows=rows,
+            columns=columns,
+            inner_rows=inner_rows,
+            inner_columns=inner_columns,
+            left=self._packing.floats(change.left),
+            right=self._packing.floats(change.right.T),
+            places=places.data_ptr(),
+        )
+        return fold, parts
+
+    def _turn(
+        self,
+        layer: ChangesOfLayer,
+        place: int,
+        turned: Sequence[InputChange],
+        maps: dict[str, _Map],
+    ) -> None:
+        """Pack the changes of what one projection reads."""
+        turns, floats = [], self._packing.floats
+        panels: dict[str, list[TurnedPanels]] = {name: [] for name in maps}
+        for one in turned:
+            if isinstance(one, Rotation):
+                blocks, size, _ = one.turns.shape
+                given = {"blocks": blocks, "size": size, "blocks_of_turns": floats(one.turns)}
+                turns.append(TurnWeights(stretch=one.start, **given))
+            elif isinstance(one, InputScaling):
+                turns.append(TurnWeights(stretch=one.start, factors=floats(one.factors)))
+            else:
+                raise InvariantError(f"the kernels know no {type(one).__name__}")
+            for name, linear in maps.items():
+                at = linear.stretch(one.start, one.rows)
+                if at is not None:
+                    lanes = floats(at.padded(torch.ones(one.rows)))
+                    panels[name].append(TurnedPanels(at.panel, at.panels, one.start, lanes))
+        layer.turns[place] = TurnsOfRead(*self._each(TurnWeights, turns))
+        for name, found in panels.items():
+            layer.turned[_MAPS.index(name)] = TurnedMap(*self._each(TurnedPanels, found))
+
+    def _each(self, kind: Any, found: Sequence[Structure]) -> tuple[int, Any]:
+        """Return the number of structures, and where they lie."""
+        each = (kind * len(found))(*found)
+        self._packing.alive.append(each)
+        return len(found), each
 
 
 def _rows_of(bias: Tensor | None, change: AdapterChange) -> Tensor | None:

@@ -23,7 +23,7 @@ from everystep.cache.pasts import with_across
 from everystep.errors import RequestError, UnsupportedError
 from everystep.executors.native import library
 from everystep.executors.native.across import StatesOfRows
-from everystep.executors.native.changes import AdaptersOfStep
+from everystep.executors.native.changes import NATIVE_CHANGES, AdaptersOfStep
 from everystep.executors.native.library import GivenEmbeds, RopeRows, StepWork, check
 from everystep.executors.native.program import obstacles, open_runner, program_of
 from everystep.executors.native.rope import RopeTable
@@ -49,7 +49,7 @@ def abilities_of(network: Network) -> frozenset[str]:
     """Return what an executor on a network can do."""
     able = {"truncate", "embeds", "past", "best", "hidden", "layers"}
     if isinstance(network, Decoder):
-        able.add("adapters")
+        able |= {"adapters", *NATIVE_CHANGES}
         # What is added to the last map of a layer is added to what comes out of it.
         if all(one.down is not None and one.mlp_post_norm is None for one in network.layers):
             able.add(STEERED_LAYERS)

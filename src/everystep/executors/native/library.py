@@ -23,7 +23,7 @@ from everystep.errors import (
 from everystep.executors.native.build import COMMAND, fitting_sets, library_path
 from everystep.files.sources import SourceSettings
 
-INTERFACE = 20
+INTERFACE = 21
 
 
 class Matrix(Structure):
@@ -135,7 +135,7 @@ class ChangeWeights(Structure):
     """A change of neighbouring panels of a linear map."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("panel", "panels", "first")),
+        *((name, c_int64) for name in ("panel", "panels", "first", "stretch")),
         ("up", Matrix),
         *((name, c_void_p) for name in ("gain", "shift")),
         *((name, c_float) for name in ("scale", "pad")),
@@ -148,16 +148,71 @@ class ChangesOfMap(Structure):
     _fields_ = (("count", c_int64), ("each", POINTER(ChangeWeights)))
 
 
+class TurnWeights(Structure):
+    """A turn of what some rows of a map read."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("stretch", "blocks", "size")),
+        *((name, c_void_p) for name in ("factors", "blocks_of_turns")),
+    )
+
+
+class TurnsOfRead(Structure):
+    """The turns of what maps read."""
+
+    _fields_ = (("count", c_int64), ("each", POINTER(TurnWeights)))
+
+
+class TurnedPanels(Structure):
+    """Panels of a map with rows that read what a turn makes."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("panel", "panels", "stretch")),
+        ("lanes", c_void_p),
+    )
+
+
+class TurnedMap(Structure):
+    """The turned panels of one map."""
+
+    _fields_ = (("count", c_int64), ("each", POINTER(TurnedPanels)))
+
+
+class FoldWeights(Structure):
+    """Two small matrices that multiply what is read from both sides."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("stretch", "first", "size")),
+        *((name, c_int64) for name in ("rows", "columns", "inner_rows", "inner_columns")),
+        *((name, c_void_p) for name in ("left", "right", "places")),
+    )
+
+
+class FoldsOfRead(Structure):
+    """The folds of what maps read."""
+
+    _fields_ = (("count", c_int64), ("each", POINTER(FoldWeights)))
+
+
 class ChangesOfLayer(Structure):
     """The changes of a layer."""
 
-    _fields_ = (("down", Matrix * 4), ("maps", ChangesOfMap * 5))
+    _fields_ = (
+        ("down", Matrix * 4),
+        ("maps", ChangesOfMap * 5),
+        ("turns", TurnsOfRead * 4),
+        ("turned", TurnedMap * 5),
+        ("folds", FoldsOfRead * 4),
+    )
 
 
 class AdapterMatrices(Structure):
     """An adapter."""
 
-    _fields_ = (("layers", c_int64), ("most", c_int64), ("layer", POINTER(ChangesOfLayer)))
+    _fields_ = (
+        *((name, c_int64) for name in ("layers", "most", "most_turns")),
+        ("layer", POINTER(ChangesOfLayer)),
+    )
 
 
 class StepWork(Structure):
@@ -205,6 +260,10 @@ _MIRRORED = (
     RopeRows,
     GivenEmbeds,
     ChangeWeights,
+    ChangesOfLayer,
+    TurnWeights,
+    TurnedPanels,
+    FoldWeights,
     AdapterMatrices,
     StepWork,
 )

@@ -39,7 +39,7 @@ Runner& of(void* runner) { return *static_cast<Runner*>(runner); }
 
 extern "C" {
 
-int32_t es_interface() { return 20; }
+int32_t es_interface() { return 21; }
 
 // Sizes of the structures, so that their mirror in Python can be checked.
 void es_sizes(int64_t* out) {
@@ -53,8 +53,12 @@ void es_sizes(int64_t* out) {
     out[7] = sizeof(Rope);
     out[8] = sizeof(Embeds);
     out[9] = sizeof(Change);
-    out[10] = sizeof(Adapter);
-    out[11] = sizeof(Work);
+    out[10] = sizeof(LayerChanges);
+    out[11] = sizeof(Turn);
+    out[12] = sizeof(TurnedPanels);
+    out[13] = sizeof(Fold);
+    out[14] = sizeof(Adapter);
+    out[15] = sizeof(Work);
 }
 
 // Every function that returns a number returns a Failure. `kv_type`: a KvType.

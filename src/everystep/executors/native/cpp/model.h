@@ -125,8 +125,9 @@ struct Embeds {
 // (1 + w gain) y + w scale (up x + shift), where x is what the map reads, or what `down` made of that.
 struct Change {
     int64_t panel, panels;  // of the map: from which one on, and how many
-    int64_t first;          // where x begins in what `down` made; -1: x is what the map reads
-    Matrix up;              // (16 panels, size of x) floats; no rows: there is none
+    int64_t first;          // where x begins in what was made of it; -1: x is what the map reads
+    int64_t stretch;        // the first row of what it changes, as turns and folds have it too
+    Matrix up;              // (16 panels, size of x) floats; no rows: up x is x, or none where first is -1
     const float* gain;      // (panels, 16), or null
     const float* shift;     // (panels, 16), or null
     float scale;
@@ -137,19 +138,66 @@ struct Change {
 enum ChangedMap : int64_t { kQkv, kOut, kGate, kUp, kDown, kChangedMaps, kUnchanged = -1 };
 enum ReadOf : int64_t { kByQkv, kByOut, kByUp, kByDown, kReads };
 
+inline ReadOf read_of(ChangedMap map) {
+    return map == kQkv ? kByQkv : map == kOut ? kByOut : map == kDown ? kByDown : kByUp;
+}
+
 struct Changes {
     int64_t count;
     const Change* each;  // (count,), in the order in which they are made
 };
 
+// What rows of a map read in place of x, with a weight w: (1 + w (factors - 1)) x, or (1 - w) x + w x R
+// with blocks of a rotation R on its diagonal. Changes of other adapters that stand inside read it too.
+struct Turn {
+    int64_t stretch, blocks, size;
+    const float* factors;  // (size of x,), or null
+    const float* blocks_of_turns;  // (blocks, size, size), or null
+};
+
+struct Turns {
+    int64_t count;
+    const Turn* each;
+};
+
+// Panels of a map in which a turn's rows lie: those that lanes above 0 say.
+struct TurnedPanels {
+    int64_t panel, panels, stretch;
+    const float* lanes;  // (panels, 16)
+};
+
+struct TurnedMap {
+    int64_t count;
+    const TurnedPanels* each;
+};
+
+// What two small matrices make of x as one of (columns, inner columns): left (x right), to places
+// [first, first + size) of what is made of it, zeros where there is no row.
+struct Fold {
+    int64_t stretch, first, size;
+    int64_t rows, columns, inner_rows, inner_columns;
+    const float* left;      // (rows, columns)
+    const float* right;     // (inner columns, inner rows)
+    const int64_t* places;  // (rows, inner rows)
+};
+
+struct Folds {
+    int64_t count;
+    const Fold* each;
+};
+
 struct LayerChanges {
     Matrix down[kReads];  // (ranks, size of what is read) floats; no rows: there is none
     Changes maps[kChangedMaps];
+    Turns turns[kReads];
+    TurnedMap turned[kChangedMaps];
+    Folds folds[kReads];
 };
 
 struct Adapter {
     int64_t layers;
-    int64_t most;  // rows of any `down`, in whole panels
+    int64_t most;        // values that are made of what is read, in whole panels
+    int64_t most_turns;  // of what a layer reads at one place
     const LayerChanges* layer;
 };
 

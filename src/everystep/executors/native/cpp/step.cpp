@@ -69,6 +69,9 @@ Runner::Runner(const Model& model, KvType type)
       mixed_(0, model.heads * model.head_dim),
       inner_(0, model.inner),
       last_(0, model.width),
+      turned_normed_(0, model.width),
+      turned_mixed_(0, model.heads * model.head_dim),
+      turned_inner_(0, model.inner),
       inputs_of_experts_(0, model.width),
       inner_of_experts_(0, most_inner(layers_)),
       sizes_(0, model.rank) {
@@ -253,6 +256,10 @@ void Runner::make_room(const Part& part) {
     }
     room = std::max(room, 2 * PanelChanges::room_for(part.uses.slots()));
     if (int64_t(reduced_.size()) < reduced_size(part.uses)) reduced_.resize(reduced_size(part.uses));
+    for (InputBuffer* buffer : {&turned_normed_, &turned_mixed_, &turned_inner_}) {
+        buffer->fit(part.uses.most_turned());
+        buffer->expect(1);
+    }
     for (std::vector<float>& scratch : scratch_)
         if (int64_t(scratch.size()) < room) scratch.resize(room * 3 / 2);
     if (part.own.spread || part.across.spread)
@@ -372,8 +379,8 @@ void Runner::run_layer(Member& member, const Part& part, int64_t index) {
 void Runner::make_queries(Member& member, const Part& part, int64_t index) {
     const Layer& layer = layers_[index];
     const PanelItems items(layer.qkv, part.tokens(), crew_->size());
-    reduce(member, part, index, kByQkv, normed_);
-    PanelChanges changes = changes_of(member, part, index, kQkv, normed_);
+    reduce(member, part, index, kByQkv);
+    PanelChanges changes = changes_of(member, part, index, kQkv);
     share_then(
         member, items.count(), part.tokens(),
         [&](int64_t item) {
@@ -391,8 +398,8 @@ void Runner::mix(Member& member, const Part& part, int64_t index) {
     const Layer& layer = layers_[index];
     const bool looks_across = layer.across_q.count > 0;
     attend_all(member, part, part.own, index);
-    reduce(member, part, index, kByOut, mixed_);
-    const PanelChanges changes = changes_of(member, part, index, kOut, mixed_);
+    reduce(member, part, index, kByOut);
+    const PanelChanges changes = changes_of(member, part, index, kOut);
     add_output(member, part, layer.out, mixed_, changes, layer.attention_post, [&](int64_t row) {
         if (looks_across) return norm_row(part, row, layer.across, reads_codes(layer.across_q));
         if (!model_.parallel) before_mlp(part, row, index);
@@ -400,8 +407,8 @@ void Runner::mix(Member& member, const Part& part, int64_t index) {
     if (looks_across) look_across(member, part, index);
     if (layer.experts.count > 0) return run_experts(member, part, index);
     expand(member, part, index);
-    reduce(member, part, index, kByDown, inner_);
-    add_output(member, part, layer.dense.down, inner_, changes_of(member, part, index, kDown, inner_),
+    reduce(member, part, index, kByDown);
+    add_output(member, part, layer.dense.down, inner_, changes_of(member, part, index, kDown),
                layer.mlp_post, [&](int64_t row) { before_attention(part, row, index + 1); });
 }
 

@@ -157,16 +157,24 @@ class Runner {
     void make_queries(Member& member, const Part& part, int64_t index);
     void mix(Member& member, const Part& part, int64_t index);
     void look_across(Member& member, const Part& part, int64_t index);
-    void reduce(Member& member, const Part& part, int64_t index, ReadOf read, const InputBuffer& in);
+    void reduce(Member& member, const Part& part, int64_t index, ReadOf read);
     static int64_t reduced_size(const Uses& uses);
-    PanelChanges changes_of(const Member& member, const Part& part, int64_t index, ChangedMap map,
-                            const InputBuffer& in) {
-        if (part.uses.empty() || !part.uses.change(index, map)) return {};
-        // Of two maps that read the same, the second has room after the first.
-        const int64_t before = map == kUp ? PanelChanges::room_for(part.uses.slots()) : 0;
-        float* room = scratch_[member.index].data() + before;
-        return {part.uses, index, map, in.inputs(), reduced_.data(), room};
+    void reduce_down(Member& member, const Part& part, int64_t index, ReadOf read);
+    void turn(Member& member, const Part& part, int64_t index, ReadOf read, const TurnedRows& turned);
+    void fold(Member& member, const Part& part, int64_t index, ReadOf read, const TurnedRows& turned);
+    void reduce_turned(Member& member, const Part& part, int64_t index, ReadOf read,
+                       const TurnedRows& turned);
+    PanelChanges changes_of(const Member& member, const Part& part, int64_t index, ChangedMap map);
+    const Linear& map_of(int64_t index, ChangedMap map) const;
+    InputBuffer& inputs_by(ReadOf read) {
+        return read == kByOut ? mixed_ : read == kByDown ? inner_ : normed_;
     }
+    InputBuffer& turned_by(ReadOf read) {
+        return read == kByOut ? turned_mixed_ : read == kByDown ? turned_inner_ : turned_normed_;
+    }
+    // What a use reads of a stretch of rows.
+    const float* given_to(const Part& part, ReadOf read, const TurnedRows& turned, int64_t use,
+                          int64_t stretch);
     void recur(Member& member, const Part& part, int64_t index);
     void convolve(const Part& part, int64_t index, int64_t block);
     void convolve_token(const Part& part, const Stretch& stretch, int64_t index, int64_t t, int64_t block);
@@ -259,6 +267,7 @@ class Runner {
     std::vector<Wanted> wanted_;  // in the order of tokens
     Head head_;
     InputBuffer normed_, mixed_, inner_, last_;
+    InputBuffer turned_normed_, turned_mixed_, turned_inner_;
     std::vector<Reads> mlp_reads_;  // per layer
     Routing routing_;               // of the layer that is being computed
     InputBuffer inputs_of_experts_, inner_of_experts_, sizes_;

@@ -9,9 +9,9 @@ namespace everystep {
 // The inputs to an MLP's last product. An item is a block of its codes, two panels wide.
 void Runner::expand(Member& member, const Part& part, int64_t index) {
     const Mlp& mlp = layers_[index].dense;
-    reduce(member, part, index, kByUp, normed_);
-    PanelChanges gate = changes_of(member, part, index, kGate, normed_);
-    PanelChanges up = changes_of(member, part, index, kUp, normed_);
+    reduce(member, part, index, kByUp);
+    PanelChanges gate = changes_of(member, part, index, kGate);
+    PanelChanges up = changes_of(member, part, index, kUp);
     const bool valued = reads_values(mlp.down) || part.uses.change(index, kDown);
     crew_->share(member, blocks_of(model_.inner), [&](int64_t block) {
         expand_block(mlp, normed_.inputs(), part.tokens(), inner_.inputs(), block, valued, gate, up);

@@ -28,6 +28,7 @@ from everystep.inspector.views import marked, spelled, stage_name
 from everystep.records import Record, RecordedRow, RecordedRun
 from everystep.runs.run import Run
 from everystep.runs.steps import Step
+from everystep.text import bytes_by_id
 
 Spell = Callable[[int], str]
 MOST_SPANS = 64
@@ -269,12 +270,13 @@ def apart(row: RecordedRow | None, step: Step) -> float:
 
 
 def speller(record: Record, tokenizer: Any) -> Spell:
-    """Return what spells ids with their marks, also those that no record has."""
+    """Return what spells ids with their marks, also those that no record has, as a record would."""
+    found = None if tokenizer is None else bytes_by_id(tokenizer)
 
     def spell(id: int) -> str:
-        if id in record.texts or tokenizer is None:
+        if id in record.texts or found is None:
             return spelled(record, id)
-        return marked(str(tokenizer.decode([id])))
+        return marked(found(id).decode(errors="backslashreplace"))
 
     return spell
 

@@ -69,8 +69,8 @@ function everystepPage(root, source) {
 
   // --- what stands above -------------------------------------------------------------------------
 
-  const choice = (label, values, chosen, act) => {
-    const select = make("select", { onchange: () => act(select.selectedIndex) });
+  const choice = (label, id, values, chosen, act) => {
+    const select = make("select", { id, onchange: () => act(select.selectedIndex) });
     values.forEach((value) => select.append(make("option", { text: value })));
     select.selectedIndex = chosen;
     return make("label", { text: `${label} ` }, select);
@@ -78,7 +78,7 @@ function everystepPage(root, source) {
 
   const controls = () => {
     const names = Object.keys(run().sequences);
-    const strip = choice("Strip", MEASURES, state.measure, (i) => {
+    const strip = choice("Strip", "strip", MEASURES, state.measure, (i) => {
       state.measure = i;
       drawStrip();
     });
@@ -86,8 +86,8 @@ function everystepPage(root, source) {
     return make(
       "div",
       { class: "controls" },
-      choice("Run", record.runs.map((one) => one.name), state.run, (i) => openRun(i)),
-      choice("Sequence", names, names.indexOf(state.sequence), (i) => openRun(state.run, names[i])),
+      choice("Run", "run", record.runs.map((one) => one.name), state.run, (i) => openRun(i)),
+      choice("Sequence", "sequence", names, names.indexOf(state.sequence), (i) => openRun(state.run, names[i])),
       strip,
       key(),
     );
@@ -636,6 +636,8 @@ function everystepPage(root, source) {
     const names = Object.keys(run().sequences);
     state.sequence = names.includes(sequence) ? sequence : names[0] || null;
     const said = places.said ? places.said.textContent : "";
+    const inside = root.contains(document.activeElement);
+    const focused = inside && document.activeElement.id;
     const asked = ["what-kind", "what-value"].map((id) => {
       const one = root.querySelector(`#${id}`);
       return one && one.value;
@@ -672,6 +674,8 @@ function everystepPage(root, source) {
       const one = root.querySelector(`#${id}`);
       if (one && asked[i]) one.value = asked[i];
     });
+    const back = focused && root.querySelector(`#${CSS.escape(focused)}`);
+    if (inside) (back || places.tokens).focus({ preventScroll: true });
     go(at);
   };
 

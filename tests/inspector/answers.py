@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from everystep.text.pieces import byte_alphabet
+from tests.cli.tiny_model import SPECIAL
+
 END = 256
 _NAMED = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
@@ -74,6 +77,13 @@ def shown_text(text: str | dict[str, str]) -> str:
         _NAMED.get(one, f"‹U+{ord(one):04X}›" if unicodedata.category(one) in _HIDDEN else one)
         for one in text
     )
+
+
+def texts_of_ids() -> list[str]:
+    """The texts of the ids of `write_tiny_model`, with marks: bytes, then special tokens."""
+    letters = {letter: byte for byte, letter in byte_alphabet().items()}
+    known = [bytes([letters[letter]]) for letter in sorted(letters)]
+    return [shown_text(one.decode(errors="backslashreplace")) for one in known] + [*SPECIAL]
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,9 @@ from everystep.inspector.page_server import PageServer
 from everystep.inspector.sessions import Reading
 from everystep.inspector.views import marked, unseen
 from everystep.records import Record, RecordedRow, RecordedRun, read_record
-from everystep.text.pieces import byte_alphabet
 from tests.cli.conftest import call as call
 from tests.cli.running import Caller
-from tests.cli.tiny_model import SPECIAL, write_tiny_model
+from tests.cli.tiny_model import write_tiny_model
 from tests.inspector.answers import (
     END,
     RawRecord,
@@ -32,7 +30,7 @@ from tests.inspector.answers import (
     leaves,
     margin,
     repeated,
-    shown_text,
+    texts_of_ids,
 )
 from tests.inspector.browser import Browser, needs_chromium
 from tests.inspector.test_live import OPEN, said, tab_to
@@ -111,12 +109,6 @@ class Made:
     book: Textbook
     asked: dict[str, dict[str, Any]]
 
-    @cached_property
-    def _texts(self) -> list[str]:
-        letters = {letter: byte for byte, letter in byte_alphabet().items()}
-        known = [bytes([letters[letter]]) for letter in sorted(letters)]
-        return [shown_text(one.decode(errors="backslashreplace")) for one in known] + [*SPECIAL]
-
     def given(self, kind: str) -> dict[str, Any]:
         """What the call was given."""
         return self.asked[kind]
@@ -129,7 +121,8 @@ class Made:
 
     def spell(self, *ids: int) -> str:
         """The texts of bytes, with marks, and those of special tokens."""
-        return "".join(self._texts[id] for id in ids)
+        texts = texts_of_ids()
+        return "".join(texts[id] for id in ids)
 
     def record(self, kind: str) -> Record:
         return read_record(self.file(kind))
@@ -388,7 +381,9 @@ def draw_on_page(page: Screen) -> None:
 def draw_in_terminal(shell: Shell) -> None:
     out = shell("sampled", "--step", "2")
     check_draw(shell.made, out)
-    number, low, high = shell.made.raw("sampled").row(2)["draw"]
+    number, low, high = shell.made.raw("sampled").row(3)["draw"]
+    out = shell("sampled", "--step", "3")
+    assert low + 0.1 < number < high - 0.1
     (bar,) = (line for line in out.splitlines() if "▲" in line)
     assert abs(bar.index("▲") - 2 - number * 49) <= 1 and len(bar) == 54
     marks = [at - 2 for at, one in enumerate(bar) if one in "━▲"]
@@ -748,7 +743,8 @@ def drafts_on_page(page: Screen) -> None:
 
 def drafts_in_terminal(shell: Shell) -> None:
     for kind in ("drafted", "branches"):
-        for _, number, lines, _ in drafts_of(shell.made, kind)[:4]:
+        own = [*drafts_of(shell.made, kind)[:3], *([branching(shell.made)] * (kind == "branches"))]
+        for _, number, lines, _ in own:
             out = shell(kind, "--step", str(number)).splitlines()
             assert [one for one in out if one.startswith("drafted")] == lines
 

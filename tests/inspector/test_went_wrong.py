@@ -98,7 +98,8 @@ def test_a_prompt_without_its_end(cases: Cases, page: Screen) -> None:
     read = page.open("template").reach(".prompt")
     turn = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n"
     assert read.endswith(es_marked(turn)) and read == es_marked(cases.names["prompt"])
-    assert page.text("#tokens").startswith("assistant⏎")
+    assert page.text("#tokens").startswith("<|im_start|>assistant⏎")
+    assert cases.names["turn"][0]["content"] in read.replace("·", " ")
 
 
 def es_marked(text: str) -> str:
@@ -121,7 +122,9 @@ def test_a_grammar_that_leaves_no_right_answer(cases: Cases, page: Screen) -> No
         own = page.value(f"document.querySelector('#token-{at}').className").split()[1]
         assert (own == "forced") == (removed == size - 1), at
         if at == 0:
-            assert len(begin) == 7 and removed == size - 7 and own == "chosen" and rank > 100
+            assert len(begin) == 7 and removed == size - 7 and own == "chosen"
+    ranks = [int((row > row[id]).sum()) for id, row in zip(ids, logits, strict=True)]
+    assert sum(rank > 9 for rank in ranks) > len(ranks) / 2
     page.stand(0)
     text = page.ask(WHY, '"Paris"')
     paris = cases.names["tokenizer"].encode("Paris", add_special_tokens=False)

@@ -127,8 +127,11 @@ def _followed(request: Request, run: RecordedRun) -> dict[Place, RecordedRow]:
         rows = {row.of: row for row in step.rows}
         for of, row in rows.items():
             found.setdefault((lines[of], of // size), row)
+        twins = set[tuple[int, tuple[int, ...]]]()
         for child in step.children:
-            _require_child(request, rows[child.parent], lines[child.parent], child)
+            if (child.parent, child.ids) not in twins:  # a forced id has all siblings
+                _require_child(request, rows[child.parent], lines[child.parent], child)
+            twins.add((child.parent, child.ids))
         live = [one for one in step.children if one.end is None]
         if live:
             lines = {one.index: (*lines[one.parent], *one.ids) for one in live}

@@ -7,8 +7,9 @@ The default model samples natively, with temperature and top-k, without a record
 plain, compressed and without what each processor did, in turns. Prints, and writes to
 bench/results/, medians of milliseconds a step, the median ratio of the turns, seconds of the
 processor a step, and bytes a step. A record of so many steps, made as the library writes them, is
-read and served: megabytes of one row and of four beams, seconds to read it, and what Chromium takes
-from an address to the first text, and from there to the step of another token. `--million`: of a
+read and served: megabytes of one row and of four beams, seconds to read it, what Chromium takes
+from an address to the first text that is painted, with the reading of the file before it and
+without, and from there to the step of another token. `--million`: of a
 million steps, what reading takes in seconds of the processor and in memory. A run in hands of a
 tiny model that has so many tokens (`--live`) takes
 another step: milliseconds of the step alone, until the page is told, and until it is drawn.
@@ -87,30 +88,51 @@ def shown(steps: int, beams: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"MB": round(file.stat().st_size / 1e6, 1)}
     if beams > 1 or chromium() is None:
         return found
-    begin = time.perf_counter()
-    session = Reading(("long", es.read_record(file)))
-    found["read s"] = round(time.perf_counter() - begin, 1)
-    begin = time.perf_counter()
-    text = "document.querySelectorAll('#tokens span').length > 0"
     step = "document.querySelector('#step tbody tr') !== null"
-    with PageServer(session) as server, Browser(folder / "profile") as browser:
-        found["ready s"] = round(time.perf_counter() - begin, 1)
-        painted, jumps = [], []
-        for _ in range(5):
+    taken: dict[str, list[float]] = {"read": [], "ready": [], "page": [], "paint": [], "jump": []}
+    with Browser(folder / "profile") as browser:
+        for turn in range(_OPENED):
             begin = time.perf_counter()
-            browser.visit(server.url, text)
-            painted.append((time.perf_counter() - begin) * 1e3)
-            browser.until(step)
-            for part in range(1, 8):
-                at = steps * part // 8 + len(painted)
-                here = f"document.querySelector('#step h2').textContent.startsWith('Token {at}:')"
-                begin = time.perf_counter()
-                browser.value(f"everystep.go({at})")
-                browser.until(f"{here} && {step}")
-                jumps.append((time.perf_counter() - begin) * 1e3)
-    found["first paint ms"] = round(statistics.median(painted))
-    found["jump ms"] = round(statistics.median(jumps))
-    return found
+            session = Reading(("long", es.read_record(file)))
+            read = time.perf_counter()
+            with PageServer(session) as server:
+                ready = time.perf_counter()
+                taken["page"].append(_painted(browser, server.url))
+                before = read - begin, ready - read
+                taken["read"].append(before[0])
+                taken["ready"].append(before[1])
+                taken["paint"].append(sum(before) + taken["page"][-1])
+                browser.until(step)
+                for part in range(1, 8):
+                    at = steps * part // 8 + turn
+                    here = (
+                        f"document.querySelector('#step h2').textContent.startsWith('Token {at}:')"
+                    )
+                    begin = time.perf_counter()
+                    browser.value(f"everystep.go({at})")
+                    browser.until(f"{here} && {step}")
+                    taken["jump"].append(time.perf_counter() - begin)
+    middle = {name: statistics.median(own) for name, own in taken.items()}
+    found |= {f"{name} s": round(middle[name], 1) for name in ("read", "ready")}
+    found["first paint with reading ms"] = round(middle["paint"] * 1e3)
+    found["first paint of what was read ms"] = round(middle["page"] * 1e3)
+    return {**found, "jump ms": round(middle["jump"] * 1e3)}
+
+
+_OPENED = 3
+# Milliseconds from the start of the navigation to the frame after that in which the text stands.
+_PAINT = """new Promise((done) => {
+  const look = () => document.querySelector('#tokens span')
+    ? requestAnimationFrame(() => done(performance.now()))
+    : requestAnimationFrame(look);
+  look();
+})"""
+
+
+def _painted(browser: Browser, url: str) -> float:
+    """Return the seconds from the start of the navigation to a frame with the text."""
+    browser.visit(url, "document.readyState !== 'loading'")
+    return float(browser.later(_PAINT)) / 1e3
 
 
 def opened(steps: int, folder: Path) -> dict[str, Any]:

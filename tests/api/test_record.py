@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -259,3 +260,72 @@ def test_a_full_disk_stops_the_record_and_not_the_text(
         warnings.simplefilter("error")
         found = es.generate(model, TOKENIZER, "ab", max_new_tokens=4, record=tmp_path / "a")
     assert found == plain
+
+
+TURNS = [{"role": "user", "content": "ab ab"}]
+
+
+async def streamed(model: LanguageModel, prompt: Any, **options: Any) -> list[Any]:
+    async with es.AsyncEngine(model, TOKENIZER) as engine:
+        return [event async for event in engine.stream(prompt, **options)]
+
+
+def said_of(events: list[Any]) -> list[int]:
+    return [event.token for event in events if event.token >= 0]
+
+
+STREAMED: dict[str, tuple[Callable[..., Any], Callable[..., list[Any]]]] = {
+    "es.stream": (
+        lambda m, **o: es.generate(m, TOKENIZER, "ab ab", **o),
+        lambda m, **o: [*es.stream(m, TOKENIZER, "ab ab", **o)],
+    ),
+    "AsyncEngine.stream": (
+        lambda m, **o: es.generate(m, TOKENIZER, "ab ab", **o),
+        lambda m, **o: asyncio.run(streamed(m, "ab ab", **o)),
+    ),
+    "es.stream of messages": (
+        lambda m, **o: es.generate(m, TOKENIZER, TURNS, **o),
+        lambda m, **o: [*es.stream(m, TOKENIZER, TURNS, **o)],
+    ),
+    "AsyncEngine.stream of messages": (
+        lambda m, **o: es.generate(m, TOKENIZER, TURNS, **o),
+        lambda m, **o: asyncio.run(streamed(m, TURNS, **o)),
+    ),
+    "es.chat(stream=True)": (
+        lambda m, **o: es.chat(m, TOKENIZER, TURNS, **o),
+        lambda m, **o: [*es.chat(m, TOKENIZER, TURNS, stream=True, **o)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled", "drafted"])
+@pytest.mark.parametrize("call", STREAMED)
+def test_a_stream_has_the_record_of_the_plain_call(
+    call: str, name: str, model: LanguageModel, tmp_path: Path
+) -> None:
+    plain, stream = STREAMED[call]
+    given = {"max_new_tokens": 6, "eos_token_id": None, "do_sample": False, **ASKED[name]}
+    plain(model, **given, record=tmp_path / "a")
+    events = stream(model, **given, record=tmp_path / "b")
+    (run,) = read_record(tmp_path / "b").runs.values()
+    assert said_of(events) == run.tokens[0] == said_of(stream(model, **given))
+    if "messages" in call or "chat" in call:
+        begun = "<|im_start|>user\nab ab<|im_end|>\n<|im_start|>assistant\n"
+        assert TOKENIZER.decode([*run.prompt], skip_special_tokens=False) == begun
+    one, other = facts_of(tmp_path / "a"), facts_of(tmp_path / "b")
+    for lines in (one, other):
+        if name != "sampled":  # a seed that decides nothing is another one in each call
+            assert type(lines[1][0].pop("seed")) is int
+    assert one == other and len(one[2]) == len(run.steps)
+
+
+def facts_of(file: Path) -> tuple[list[Any], ...]:
+    """The lines of a record by kind, but for the times."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        if line["type"] == "step":
+            assert line.pop("seconds").keys() >= {"forward", "choose"}
+        if line["type"] == "run":  # a chat of this model asks for no other
+            line["configuration"].pop("return_dict_in_generate", None)
+    kinds = ("record", "run", "step", "tokens", "end", "spelling")
+    return tuple([line for line in lines if line["type"] == kind] for kind in kinds)

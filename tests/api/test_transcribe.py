@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import wave
 from functools import cache
 from pathlib import Path
@@ -112,6 +113,42 @@ def test_sounds_together_are_what_they_are_alone(tmp_path: Path) -> None:
     alone = [heard(es.read_sound(file)), heard(second), heard(third)]
     assert several == alone
     assert heard(str(file)) == alone[0]
+
+
+def record_of(file: Path) -> list[dict[str, Any]]:
+    """The lines of a record without times, and without seeds that decide nothing."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        for name in ("seconds", "seed"):
+            line.pop(name, None)
+    return lines
+
+
+@pytest.mark.parametrize("given", [{}, {"num_beams": 2}, {"language": "de"}])
+def test_a_record_is_that_of_the_plain_call(given: dict[str, Any], tmp_path: Path) -> None:
+    samples = sound(0.7)
+    found = heard(samples, **given, record=tmp_path / "a")
+    features = EXTRACTOR(samples, return_attention_mask=False)
+    ids = whisper().generate(**features, **given, return_timestamps=False, record=tmp_path / "b")
+    assert found == heard(samples, **given)
+    lines = record_of(tmp_path / "a")
+    assert lines == record_of(tmp_path / "b")
+    told = [id for line in lines if line["type"] == "tokens" for id in line["ids"]]
+    # A text may be cut; the record has all that was chosen.
+    assert tuple(told)[: len(found.ids)] == found.ids == tuple(ids[0].tolist())
+
+
+def test_short_and_long_sounds_are_runs_of_one_record(tmp_path: Path) -> None:
+    """A sound that is longer than a window is heard after the others, window by window."""
+    sounds = sound(1.9, 600.0), sound(0.5)
+    long, short = heard(*sounds, language="en", record=tmp_path / "a.jsonl")
+    assert [long, short] == heard(*sounds, language="en")
+    runs = es.read_record(tmp_path / "a.jsonl").runs.values()
+    written = [[id for id in run.tokens[0] if id < WORDS] for run in runs]
+    assert written[0] == [id for id in short.ids if id < WORDS]
+    assert len(written) > 2
+    told = [id for own in written[1:] for id in own]
+    assert [id for id in long.ids if id < WORDS] == told[: len(told)]
 
 
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {

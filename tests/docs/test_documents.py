@@ -91,13 +91,15 @@ def python_guides() -> list[Any]:
     return found
 
 
-def run_python(path: Path, found: list[Block]) -> None:
-    """Runs blocks one after another; a failure points at the line of the document."""
+def run_python(path: Path, found: list[Block]) -> dict[str, Any]:
+    """Runs blocks one after another, and gives what they named; a failure points at the line of the
+    document."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for block in found:
         tree = ast.parse(block.text, str(path))
         ast.increment_lineno(tree, block.line - 1)
         exec(compile(tree, str(path), "exec"), namespace)
+    return namespace
 
 
 @pytest.mark.parametrize("path", python_guides())

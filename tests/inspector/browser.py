@@ -116,10 +116,12 @@ class Browser:
         self._ask("Input.insertText", {"text": text})
 
     def press(self, *keys: str) -> None:
-        """The keys, one after another."""
-        for key in keys:
+        """The keys, one after another; Shift+Enter: with Shift held."""
+        for one in keys:
+            key, shift = one.removeprefix("Shift+"), one.startswith("Shift+")
             code = {"Tab": 9, "Enter": 13}.get(key, 0)
             said: dict[str, Any] = {"key": key, "code": key, "windowsVirtualKeyCode": code}
+            said["modifiers"] = 8 if shift else 0
             if key == "Enter":
                 said["text"] = "\r"
             self._ask("Input.dispatchKeyEvent", {"type": "keyDown", **said})

@@ -191,7 +191,7 @@ def test_a_masked_span_is_a_hole_in_the_prompt(sampled: Record) -> None:
     assert found.sureness is not None and own is not None
     share = torch.softmax(own[0].double(), dim=-1)[run.tokens[0][2]]
     assert found.sureness[1] == pytest.approx(float(share))
-    assert found.found == other.result().tokens
+    assert found.found == other.result().tokens[:8]  # ids that were sent do not count as chosen
     with pytest.raises(RequestError, match="no such span"):
         what_if(sampled, "0", MODEL, TOKENIZER, 2, WhatIf.read(["mask=1:99"]))
 
@@ -210,8 +210,27 @@ def test_another_adapter_feeds_the_prompt_anew(tmp_path: Path) -> None:
     found = what_if(record, "0", model, TOKENIZER, 2, WhatIf.read(["adapter=tone"]))
     other = es.open(model, TOKENIZER, PROMPT, **LONG, adapters={"tone": 1.0})
     other.send(ids[:2])
-    assert found.found == other.result().tokens[: len(found.found)]
-    assert found.found != found.recorded
+    # Ids that are sent do not count as chosen; what goes on otherwise is as long as what was.
+    assert found.found == other.result().tokens[: len(ids)]
+    assert found.found != found.recorded and len(found.found) == len(ids)
+    with pytest.raises(RequestError, match="length was reached"):
+        what_if(record, "0", model, TOKENIZER, len(ids), WhatIf.read(["adapter=tone"]))
+    assert len(what_if(record, "0", model, TOKENIZER, 7, WhatIf.read(["mask=0:2"])).found) == 8
+
+
+def test_what_was_set_on_the_way_holds_for_what_goes_on_otherwise(tmp_path: Path) -> None:
+    run = es.open(MODEL, TOKENIZER, PROMPT, **LONG, record=tmp_path / "a")
+    next(run), next(run)
+    run.set(suppress_tokens=[*range(5, 100)])
+    next(run)
+    run.set(max_new_tokens=6)
+    ids = run.result().tokens
+    record = read_record(tmp_path / "a")
+    found = what_if(record, "0", MODEL, TOKENIZER, 4, WhatIf.read(["mask=0:1"]))
+    assert len(found.found) == len(ids) == 6 and found.found[:4] == ids[:4]
+    assert all(id >= 100 for id in found.found[4:])
+    before = what_if(record, "0", MODEL, TOKENIZER, 1, WhatIf.read(["mask=0:1"]))
+    assert len(before.found) == 8 and any(id < 100 for id in before.found[1:])
 
 
 def test_a_search_begins_anew(tmp_path: Path) -> None:

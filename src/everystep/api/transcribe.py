@@ -14,6 +14,7 @@ from everystep.api.model import LanguageModel
 from everystep.config.kinds import FLAG
 from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.models import Model
+from everystep.records import record_writer
 from everystep.requests.door import lists_options, sort
 from everystep.requests.prompts import TokenizerLike
 from everystep.sounds.features import WhisperFeatureExtractor
@@ -130,8 +131,9 @@ def transcribe(
     if not samples:
         raise RequestError("there is no sound", wanted="at least one", got="an empty list")
     found: dict[int, Transcript] = {}
-    # Windows of short sounds are heard whole, silence too: what is said in one does not depend on
-    # whether another is long.
+    if (record := options.get("record")) is not None:
+        options["record"] = record_writer(record)  # type: ignore[typeddict-item]
+    # Short sounds are heard apart: what is said in one does not depend on whether another is long.
     for long in (False, True):
         places = [i for i, one in enumerate(samples) if (len(one) > extractor.n_samples) is long]
         if places:

@@ -23,13 +23,13 @@ from everystep.config import Effective
 from everystep.draws import SeededDraws
 from everystep.engine.recorded_scores import HeldScores, candidates_of
 from everystep.engine.watching import StepRecord, WatchedStep
-from everystep.errors import NOBODYS, EverystepError
+from everystep.errors import NOBODYS
 from everystep.processors.base import UserProcessor
 from everystep.processors.grammars.mask import GrammarMask
 from everystep.processors.warpers import TemperatureLogitsWarper
 from everystep.records import Line, RecordWriter, exact, exact_all, spelled
 from everystep.stops.ends import EosToken
-from everystep.text import Spelling
+from everystep.text import bytes_by_id
 from everystep.types import Event, Prompt, Request, Scores
 from everystep.types.protocols import Processor
 from everystep.types.request import places_of
@@ -91,7 +91,7 @@ class RunRecorder:
             about["every_stage"] = False
         if source is not None:
             about |= _about_source(source)
-        spell = None if tokenizer is None else _speller(tokenizer)
+        spell = None if tokenizer is None else bytes_by_id(tokenizer)
         return cls(writer, digests, about, spell)
 
     def __call__(self, step: WatchedStep) -> None:
@@ -581,14 +581,6 @@ def _simple(value: object) -> object:
     except (TypeError, ValueError, RecursionError):
         text = ""
     return json.loads(text) if 0 < len(text) <= _MOST_VALUE else repr(value)[:400]
-
-
-def _speller(tokenizer: Any) -> Spell:
-    """Return what gives the bytes of an id."""
-    try:
-        return Spelling.of(tokenizer)
-    except EverystepError:
-        return lambda id: str(tokenizer.decode([id])).encode(errors="backslashreplace")
 
 
 def name_of(processor: Processor) -> str:

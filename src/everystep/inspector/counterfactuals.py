@@ -28,6 +28,7 @@ from everystep.inspector.views import marked, spelled, stage_name
 from everystep.records import Record, RecordedRow, RecordedRun
 from everystep.runs.run import Run
 from everystep.runs.steps import Step
+from everystep.text import bytes_by_id
 
 Spell = Callable[[int], str]
 MOST_SPANS = 64
@@ -214,15 +215,16 @@ def _settings(run: RecordedRun, changes: Mapping[str, object]) -> dict[str, obje
     return {**found, **changes}
 
 
-def _changed(run: RecordedRun, opened: Run, position: int) -> Run:
-    """Set what was set when so many ids stood there."""
+def _changed(run: RecordedRun, opened: Run, position: int, given: int = 0) -> Run:
+    """Set what was set when so many ids stood there; `given`: how many that were chosen are given
+    here."""
     for at, values in run.changes:
         if at != position:
             continue
         if isinstance(names := values.get("without"), list):
             opened = opened.without(*map(str, names))
         else:
-            opened.set(**values)  # type: ignore[arg-type]
+            opened.set(**_shorter(values, given))  # type: ignore[arg-type]
     return opened
 
 
@@ -269,12 +271,13 @@ def apart(row: RecordedRow | None, step: Step) -> float:
 
 
 def speller(record: Record, tokenizer: Any) -> Spell:
-    """Return what spells ids with their marks, also those that no record has."""
+    """Return what spells ids with their marks, also those that no record has, as a record would."""
+    found = None if tokenizer is None else bytes_by_id(tokenizer)
 
     def spell(id: int) -> str:
-        if id in record.texts or tokenizer is None:
+        if id in record.texts or found is None:
             return spelled(record, id)
-        return marked(str(tokenizer.decode([id])))
+        return marked(found(id).decode(errors="backslashreplace"))
 
     return spell
 
@@ -523,10 +526,35 @@ def _anew(
         wanted = f"positions 0 to {length - 1}"
         raise RequestError("the prompt has no such span", wanted=wanted, got=asked.masked)
     settings = _settings(run, dict(asked.changes))
-    other = open_run(model, tokenizer, prompt_of(run, asked.masked), **settings, **again)  # type: ignore[arg-type]
-    if at and other.alone:
-        other.send(run.tokens[0][:at])
+    chosen = at - sum(one < at for one in run.given)
+    other = open_run(
+        model,
+        tokenizer,
+        prompt_of(run, asked.masked),
+        **_shorter(settings, chosen),  # type: ignore[arg-type]
+        **again,  # type: ignore[arg-type]
+    )
+    if not at or not other.alone:
+        return other
+    other.send(run.tokens[0][:at])
+    for place in sorted({place for place, _ in run.changes if place <= at}):
+        other = _changed(run, other, place, chosen)
+    own = {name: value for name, value in asked.changes if name != "adapters"}
+    if run.changes and own:
+        other.set(**own)  # type: ignore[arg-type]
     return other
+
+
+def _shorter(values: Mapping[str, object], chosen: int) -> dict[str, object]:
+    """Return values whose limits count what is chosen, where so many of it are given."""
+    found = dict(values)
+    for name in ("max_new_tokens", "max_length"):
+        if type(limit := found.get(name)) is int:
+            found[name] = limit - chosen
+    if chosen and found.get("max_new_tokens") == 0:
+        what = "the length was reached there, so nothing follows"
+        raise RequestError(what, do="Ask about an earlier token")
+    return found
 
 
 def _full_names(run: Run, names: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ function everystepPage(root, source) {
   "use strict";
   const PART = 500; // tokens that are shown at once
   const WINDOW = 100; // steps that are asked for at once
+  const COLUMNS = 1200; // of the strip, at most
   const PROMPT = 5000; // ids of the prompt that are shown
   const MEASURES = ["surprise", "entropy", "rank", "milliseconds"];
   const QUESTIONS = [
@@ -21,7 +22,8 @@ function everystepPage(root, source) {
   const state = { run: 0, sequence: null, at: 0, measure: 0, part: -1, busy: false };
   const windows = new Map(); // steps that were asked for, by run and window
   const places = {}; // the elements that are drawn again
-  const counts = { windows: 0, spans: 0, bars: 0, grown: 0 }; // what was asked for and made so far
+  // What was asked for and made so far.
+  const counts = { windows: 0, spans: 0, bars: 0, columns: 0, rows: 0, grown: 0 };
   let record;
 
   const make = (tag, attributes = {}, ...children) => {
@@ -69,8 +71,8 @@ function everystepPage(root, source) {
 
   // --- what stands above -------------------------------------------------------------------------
 
-  const choice = (label, values, chosen, act) => {
-    const select = make("select", { onchange: () => act(select.selectedIndex) });
+  const choice = (label, id, values, chosen, act) => {
+    const select = make("select", { id, onchange: () => act(select.selectedIndex) });
     values.forEach((value) => select.append(make("option", { text: value })));
     select.selectedIndex = chosen;
     return make("label", { text: `${label} ` }, select);
@@ -78,7 +80,7 @@ function everystepPage(root, source) {
 
   const controls = () => {
     const names = Object.keys(run().sequences);
-    const strip = choice("Strip", MEASURES, state.measure, (i) => {
+    const strip = choice("Strip", "strip", MEASURES, state.measure, (i) => {
       state.measure = i;
       drawStrip();
     });
@@ -86,8 +88,8 @@ function everystepPage(root, source) {
     return make(
       "div",
       { class: "controls" },
-      choice("Run", record.runs.map((one) => one.name), state.run, (i) => openRun(i)),
-      choice("Sequence", names, names.indexOf(state.sequence), (i) => openRun(state.run, names[i])),
+      choice("Run", "run", record.runs.map((one) => one.name), state.run, (i) => openRun(i)),
+      choice("Sequence", "sequence", names, names.indexOf(state.sequence), (i) => openRun(state.run, names[i])),
       strip,
       key(),
     );
@@ -119,6 +121,7 @@ function everystepPage(root, source) {
     });
     places.part = make("div", { class: "quiet" });
     state.part = -1;
+    places.here = undefined;
     return make("div", {}, places.tokens, places.part);
   };
 
@@ -140,11 +143,12 @@ function everystepPage(root, source) {
       const last = Math.min(first + PART, every.length) - 1;
       places.part.textContent = every.length > PART ? `tokens ${first} to ${last} of ${every.length}` : "";
     }
-    places.tokens.querySelectorAll(".here").forEach((one) => {
-      one.classList.remove("here");
-      one.setAttribute("aria-selected", "false");
-    });
+    if (places.here) {
+      places.here.classList.remove("here");
+      places.here.setAttribute("aria-selected", "false");
+    }
     const here = places.tokens.children[state.at - first];
+    places.here = here;
     if (here === undefined) {
       places.tokens.removeAttribute("aria-activedescendant");
       return;
@@ -323,47 +327,72 @@ function everystepPage(root, source) {
       role: "img",
       onclick: (event) => {
         const box = places.strip.getBoundingClientRect();
-        go(Math.floor(((event.clientX - box.left) / box.width) * tokens().length));
+        const column = (((event.clientX - box.left) / box.width) * places.strip.width) / places.unit;
+        go(Math.floor(column * bars().per));
       },
     });
     return places.strip;
   };
 
-  // Bars are made once of all tokens, and drawn again with another token marked.
+  // A column has the highest value of as many tokens as all columns, so tokens that come to a text
+  // change the last ones alone, until there are too many.
   const bars = () => {
     const own = tokens();
-    if (places.bars && places.bars.of === own && places.bars.measure === state.measure) return places.bars;
-    const width = Math.min(1200, Math.max(own.length, 1) * 12);
-    const highest = new Array(width).fill(null);
-    let most = 1e-9;
-    own.forEach((token, i) => {
-      const value = measured(token);
-      if (value === null) return;
-      most = Math.max(most, value);
-      const to = Math.max(Math.floor((i * width) / own.length) + 1, Math.floor(((i + 1) * width) / own.length));
-      for (let x = Math.floor((i * width) / own.length); x < to; x += 1) highest[x] = Math.max(value, highest[x] ?? value);
-    });
-    counts.bars += 1;
-    places.bars = { of: own, measure: state.measure, width, highest, most };
-    return places.bars;
+    const held = places.bars;
+    const same = held && held.of === own && held.measure === state.measure && held.count <= own.length;
+    if (!same || own.length > held.per * COLUMNS) {
+      const per = Math.max(1, Math.ceil(own.length / COLUMNS));
+      counts.bars += 1;
+      places.bars = { of: own, measure: state.measure, per, count: 0, highest: [], most: 1e-9, fresh: 0 };
+    }
+    const made = places.bars;
+    for (; made.count < own.length; made.count += 1) {
+      const value = measured(own[made.count]);
+      const column = Math.floor(made.count / made.per);
+      const before = made.highest[column] ?? null;
+      made.highest[column] = value === null ? before : Math.max(value, before ?? value);
+      made.fresh = Math.min(made.fresh, column);
+      if (value !== null && value > made.most) Object.assign(made, { most: value, fresh: 0 });
+    }
+    return made;
   };
 
+  // All columns, where the canvas is new or another one is the highest; else those that changed,
+  // and those below the mark.
   const drawStrip = () => {
-    const { width, highest, most } = bars();
-    const values = tokens();
+    const made = bars();
+    const { highest, most } = made;
     const canvas = places.strip;
+    const unit = Math.max(1, Math.min(12, Math.floor(COLUMNS / Math.max(highest.length, 1))));
+    const room = highest.length > 200 ? 32 : 1; // columns to come, before which nothing moves
+    const width = Math.max(Math.ceil(highest.length / room) * room, 1) * unit;
+    const height = 72;
     canvas.setAttribute("aria-label", `${MEASURES[state.measure]} of every token, up to ${shown(most)}`);
-    canvas.width = width;
-    const height = (canvas.height = 72);
+    const whole = made.canvas !== canvas || canvas.width !== width || made.fresh === 0;
+    if (whole) {
+      const colour = (name) => getComputedStyle(root).getPropertyValue(name);
+      Object.assign(canvas, { width, height });
+      places.unit = unit;
+      Object.assign(made, { canvas, quiet: colour("--quiet"), mark: colour("--mark") });
+    }
     const pen = canvas.getContext("2d");
-    const colour = (name) => getComputedStyle(root).getPropertyValue(name);
-    pen.fillStyle = colour("--quiet");
-    highest.forEach((value, x) => {
-      if (value !== null) pen.fillRect(x, height * (1 - value / most), 1, height);
-    });
-    pen.fillStyle = colour("--mark");
-    const share = width / Math.max(values.length, 1);
-    pen.fillRect(state.at * share, 0, Math.max(2, Math.min(share, 3)), height);
+    const columns = (first, end) => {
+      pen.clearRect(first * unit, 0, (end - first) * unit, height);
+      pen.fillStyle = made.quiet;
+      for (let x = first; x < end; x += 1) {
+        counts.columns += 1;
+        const value = highest[x] ?? null;
+        if (value !== null) pen.fillRect(x * unit, height * (1 - value / most), unit, height);
+      }
+    };
+    if (!whole) columns(...made.marked);
+    if (whole || made.fresh < highest.length) columns(whole ? 0 : made.fresh, highest.length);
+    made.fresh = highest.length;
+    const at = Math.floor(state.at / made.per) * unit;
+    const wide = Math.max(2, Math.min(unit, 3));
+    pen.fillStyle = made.mark;
+    pen.fillRect(at, 0, wide, height);
+    made.marked = [at / unit, Math.ceil((at + wide) / unit)];
   };
 
   // --- the step ----------------------------------------------------------------------------------
@@ -443,6 +472,7 @@ function everystepPage(root, source) {
       head.append(make("th", { scope: "col", text: name })),
     );
     const body = make("tbody");
+    counts.rows += order.length;
     order.forEach((i) => {
       const own = row.ids[i] === row.chosen;
       const line = make("tr", own ? { class: "chosen", "aria-current": "true" } : {});
@@ -574,7 +604,7 @@ function everystepPage(root, source) {
     Object.assign((own.unseen[state.sequence] ||= {}), found.unseen);
     forget();
     counts.grown += found.tokens.length;
-    places.bars = undefined;
+    if (places.bars && places.bars.count > found.from) places.bars = undefined;
     places.older.hidden = false;
     go(Infinity);
   };
@@ -636,6 +666,8 @@ function everystepPage(root, source) {
     const names = Object.keys(run().sequences);
     state.sequence = names.includes(sequence) ? sequence : names[0] || null;
     const said = places.said ? places.said.textContent : "";
+    const inside = root.contains(document.activeElement);
+    const focused = inside && document.activeElement.id;
     const asked = ["what-kind", "what-value"].map((id) => {
       const one = root.querySelector(`#${id}`);
       return one && one.value;
@@ -672,6 +704,8 @@ function everystepPage(root, source) {
       const one = root.querySelector(`#${id}`);
       if (one && asked[i]) one.value = asked[i];
     });
+    const back = focused && root.querySelector(`#${CSS.escape(focused)}`);
+    if (inside) (back || places.tokens).focus({ preventScroll: true });
     go(at);
   };
 

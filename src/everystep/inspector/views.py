@@ -9,7 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from everystep.inspector.paths import Node, Paths, choosing, rows_along
-from everystep.records import Record, RecordedDraft, RecordedRow, RecordedRun, RecordedStep
+from everystep.records import (
+    EndToken,
+    Record,
+    RecordedDraft,
+    RecordedRow,
+    RecordedRun,
+    RecordedStep,
+)
 from everystep.shown import marked as marked
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
@@ -184,10 +191,10 @@ def ends(record: Record, run: RecordedRun) -> list[str]:
             why += f" ({said})"
         found.append(why)
         if end.kind == "length" and (near := nearest_end(run, end.index)) is not None:
-            at, rank, share = near
+            at, one, share = near
+            left = "ruled out there" if one.score is None else f"rank {one.rank} by the scores"
             found.append(
-                f"  closest to an end at token {at}: rank {rank}, "
-                f"{share:.2%} by the model's own logits"
+                f"  closest to an end at token {at}: {share:.2%} by the model's own logits, {left}"
             )
     if not run.ends:
         found.append("nothing ended: the record stops before that")
@@ -214,9 +221,9 @@ def speculation(run: RecordedRun) -> list[str]:
     return found
 
 
-def nearest_end(run: RecordedRun, index: int = 0) -> tuple[int, int, float] | None:
-    """Return where an end token was likeliest: the place, its rank and its share of the logits."""
-    best: tuple[int, int, float] | None = None
+def nearest_end(run: RecordedRun, index: int = 0) -> tuple[int, EndToken, float] | None:
+    """Return where an end token was likeliest: the place, the token and its share of the logits."""
+    best: tuple[int, EndToken, float] | None = None
     for at, row in enumerate(rows_along(run, index)):
         for one in row.ends if row is not None else ():
             total = row.totals[0] if row is not None else None
@@ -224,7 +231,7 @@ def nearest_end(run: RecordedRun, index: int = 0) -> tuple[int, int, float] | No
                 continue
             share = math.exp(min(one.logit - total, 0.0))
             if best is None or share > best[2]:
-                best = at, one.rank, share
+                best = at, one, share
     return best
 
 
@@ -709,7 +716,8 @@ def _difference(
     one: Record, first: RecordedRun, other: Record, second: RecordedRun, index: int
 ) -> Iterator[str]:
     run_of = f"run {marked(first.name)}"
-    for name in ("strategy", "seed", "processors", "stops", "configuration"):
+    seed = ["seed"] if _draws(first) or _draws(second) else []
+    for name in ("strategy", *seed, "processors", "stops", "configuration"):
         if first.about.get(name) != second.about.get(name):
             what = f"{run_of}: another {name}"
             yield f"{what}: {_text(first.about.get(name))}"
@@ -729,6 +737,13 @@ def _difference(
     yield f"{run_of}: the first other token is {at}: {pair[0]} and {pair[1]}"
     for run, own, rival in ((first, mine[at], theirs[at]), (second, theirs[at], mine[at])):
         yield f"  {_margin(rows_along(run, index)[at], own, rival)}"
+
+
+def _draws(run: RecordedRun) -> bool:
+    """Tell whether a run was asked to draw, so that its seed decides something."""
+    said = run.about.get("configuration")
+    own = said.get("do_sample") if isinstance(said, dict) else None
+    return isinstance(own, list) and own[:1] == [True]
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

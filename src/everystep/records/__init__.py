@@ -5,6 +5,7 @@ Nothing here knows the engine: a record is numbers, ids and names, and nobody tr
 
 from __future__ import annotations
 
+from everystep.records.reader import EndToken as EndToken
 from everystep.records.reader import GrowingRecord as GrowingRecord
 from everystep.records.reader import Record as Record
 from everystep.records.reader import RecordedDraft as RecordedDraft

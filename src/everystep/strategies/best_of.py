@@ -45,7 +45,7 @@ class BestOf:
     by: Literal["likelihood", "score", "majority"] = "likelihood"
     judge: Callable[[np.ndarray], Any] | None = field(default=None, repr=False)
     streams: ClassVar[bool] = False
-    reads: ClassVar[Reads] = Reads(shortlists=True)
+    reads: ClassVar[Reads] = Reads(shortlists=True, number=True)
     rounds: ClassVar[int] = 1
 
     def pick(self, batch: Batch, scores: Scores, earlier: Picked = ()) -> tuple[Tensor, ...]:

@@ -3,7 +3,7 @@
 from everystep.text.batch import BatchEncoding
 from everystep.text.detokenizer import Detokenizer, Trimmer
 from everystep.text.following import Follower, follow
-from everystep.text.pieces import Spelling
+from everystep.text.pieces import Spelling, bytes_by_id
 from everystep.text.sandbox import TemplateLimits
 from everystep.text.template import ChatTemplate
 from everystep.text.tokenizer import Tokenizer
@@ -19,5 +19,6 @@ __all__ = [
     "TemplateLimits",
     "Tokenizer",
     "Trimmer",
+    "bytes_by_id",
     "follow",
 ]

@@ -11,13 +11,13 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import tokenizers
 
-from everystep.errors import RequestError, UnsupportedError
+from everystep.errors import EverystepError, RequestError, UnsupportedError
 
 Joining = Literal["bytes", "fallback", "mark", "words"]
 
@@ -147,3 +147,12 @@ class Spelling:
         """Return the bytes of one id; none for an id without a token."""
         token = self.backend.id_to_token(id) if id >= 0 else None
         return b"" if token is None else self.decoding.spelled(token)
+
+
+def bytes_by_id(tokenizer: Any) -> Callable[[int], bytes]:
+    """Return what gives the bytes of an id; of its text alone, where the vocabulary cannot be
+    read."""
+    try:
+        return Spelling.of(tokenizer)
+    except EverystepError:
+        return lambda id: str(tokenizer.decode([id])).encode(errors="backslashreplace")

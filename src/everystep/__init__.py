@@ -68,6 +68,9 @@ if TYPE_CHECKING:
     from everystep.drivers.generated import Generated as Generated
     from everystep.drivers.stream import Stream as Stream
     from everystep.engine.corpus import Corpus as Corpus
+    from everystep.engine.explained import Account as Account
+    from everystep.engine.explained import Explanation as Explanation
+    from everystep.engine.explained import StageAccount as StageAccount
     from everystep.errors import EverystepError as EverystepError
     from everystep.nn.activations import register_activation as register_activation
     from everystep.outputs import GenerateBeamDecoderOnlyOutput as GenerateBeamDecoderOnlyOutput
@@ -173,7 +176,6 @@ if TYPE_CHECKING:
     from everystep.requests.features import PromptInput as PromptInput
     from everystep.requests.options import Prefix as Prefix
     from everystep.runs.run import Run as Run
-    from everystep.runs.steps import Explanation as Explanation
     from everystep.runs.steps import Step as Step
     from everystep.sounds.features import WhisperFeatureExtractor as WhisperFeatureExtractor
     from everystep.sounds.sound_files import read_sound as read_sound
@@ -251,7 +253,7 @@ _NAMES = {
     "api.open": "open resume",
     "api.score": "Score score",
     "drivers.generated": "Generated",
-    "runs.steps": "Explanation Step",
+    "runs.steps": "Step",
     "api.transcribe": "Transcript transcribe",
     "api.verify": "Verification verify",
     "cache.containers": """
@@ -266,6 +268,7 @@ _NAMES = {
     "dialogue": "Message ToolCall",
     "draws": "set_seed",
     "engine.corpus": "Corpus",
+    "engine.explained": "Account Explanation StageAccount",
     "errors": "EverystepError",
     "nn.activations": "register_activation",
     "outputs": """

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from everystep.errors import RequestError, shown
-from everystep.types import FinishReason
+from everystep.types import FinishReason, Times
 from everystep.types.given_tensors import require_tensor
 
 Layers = tuple[Tensor, ...]
@@ -158,6 +158,17 @@ def encoder_states(outputs: Any, name: str = "encoder_outputs") -> Tensor:
         got=type(outputs).__name__,
         do="Pass what the encoder returned",
     )
+
+
+def timings_of(times: Times | None, now: float, tokens: int) -> dict[str, float] | None:
+    """Return the seconds of one sequence with so many tokens by name, and how many tokens after the
+    first came in one; None where nobody timed it."""
+    if times is None:
+        return None
+    first, total = times.took(now)
+    speed = (tokens - 1) / (total - first) if tokens > 1 and total > first else 0.0
+    seconds = {"prompt_seconds": first, "decode_seconds": total - first, "total_seconds": total}
+    return {**seconds, "tokens_per_second": speed}
 
 
 def _brief(value: Any) -> str:

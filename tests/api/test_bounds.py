@@ -3,7 +3,11 @@ sizes."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +17,9 @@ import everystep as es
 from everystep.api.model import LanguageModel
 from everystep.errors import CapacityError, EverystepError, OversizeError, RequestError
 from everystep.testing.models import tiny_llama
+from everystep.testing.tokenizer import tiny_tokenizer
+from tests.cli.conftest import call  # noqa: F401  (a fixture)
+from tests.cli.running import Caller
 from tests.executors.models import family_model
 
 MODEL = tiny_llama(vocab_size=320, max_position_embeddings=64)
@@ -91,19 +98,60 @@ def test_rows_that_forget_fit_however_long_they_get() -> None:
     assert next(run).branches
 
 
+def asynchronous(model: LanguageModel, **options: Any) -> Any:
+    async def main() -> Any:
+        async with es.AsyncEngine(model) as engine:
+            return await engine.generate(IDS, **options)
+
+    return asyncio.run(main())
+
+
 CONTEXT: dict[str, Callable[..., Any]] = {
-    "model.generate": lambda **o: MODEL.generate(torch.tensor([IDS]), **o),
-    "es.generate": lambda **o: es.generate(MODEL, None, [IDS], **o),
-    "es.stream": lambda **o: list(es.stream(MODEL, None, IDS, **o)),
-    "es.open": lambda **o: es.open(MODEL, None, IDS, **o),
+    "model.generate": lambda model, **o: model.generate(torch.tensor([IDS]), **o),
+    "es.generate": lambda model, **o: es.generate(model, None, [IDS], **o),
+    "es.stream": lambda model, **o: list(es.stream(model, None, IDS, **o)),
+    "es.open": lambda model, **o: es.open(model, None, IDS, **o),
+    "AsyncEngine": asynchronous,
 }
+ENDS: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": [*range(2, 320)]}
 
 
 @pytest.mark.parametrize("call", CONTEXT)
-def test_lengths_beyond_the_context_are_said_in_every_call(call: str) -> None:
+def test_lengths_beyond_the_context_are_said_in_every_call(call: str) -> None:  # noqa: F811
     told = "max_new_tokens=70 leads beyond.*at most 64 positions; got 3 of the prompt and up to 70"
     with pytest.warns(UserWarning, match=told):
-        CONTEXT[call](max_new_tokens=70, pad_token_id=0, eos_token_id=[*range(2, 320)])
+        CONTEXT[call](MODEL, max_new_tokens=70, **ENDS)
+
+
+@pytest.mark.parametrize("field", ["max_new_tokens", "max_length"])
+@pytest.mark.parametrize("call", CONTEXT)
+def test_lengths_of_a_checkpoint_beyond_its_context_are_said_too(
+    call: str,  # noqa: F811
+    field: str,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({field: 80}))
+    settings = es.GenerationConfig.from_pretrained(tmp_path)
+    model = LanguageModel(MODEL.core, settings, executor="torch")
+    new = 80 if field == "max_new_tokens" else 77
+    told = f"{field}=80 of the checkpoint leads beyond.*at most 64 positions.* up to {new} new"
+    with pytest.warns(UserWarning, match=told):
+        CONTEXT[call](model, **ENDS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CONTEXT[call](model, **ENDS, max_new_tokens=3)
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_command_line_says_that_a_length_leads_beyond_the_context(
+    call: Caller,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded = MODEL, tiny_tokenizer(320)
+    monkeypatch.setattr(es, "load", lambda *_, **__: loaded, raising=False)
+    outcome = call("generate", "ab", "--max-new-tokens", "70")
+    assert outcome.code == 0
+    assert "70 leads beyond what the model was made for" in outcome.err
 
 
 def test_a_rope_that_grows_leads_beyond_the_trained_positions() -> None:

@@ -13,8 +13,9 @@ import torch
 
 import everystep as es
 from everystep.api.model import LanguageModel
+from everystep.config import is_data
 from everystep.drivers import driver as drivers
-from everystep.drivers.driver import Driver, is_data
+from everystep.drivers.driver import Driver
 from everystep.drivers.session import Session
 from everystep.engine import Engine, audit
 from everystep.testing.models import tiny_llama

@@ -50,11 +50,12 @@ def test_a_short_row_beside_a_long_one_is_as_it_is_alone(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be cut|.*shows no")
-def test_rows_of_sparse_attention_share_no_rectangle() -> None:
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_rows_of_sparse_attention_share_no_rectangle(kind: str) -> None:
     """Past `index_topk` positions each reads a choice of them, which padding would take part in."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(
-        "deepseek_v32",
+        kind,
         vocab_size=60,
         hidden_size=32,
         intermediate_size=32,

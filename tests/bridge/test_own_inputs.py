@@ -108,6 +108,66 @@ def test_beams_carry_what_is_theirs() -> None:
     assert es.wrap(model).generate(IDS[1:2], **given).tolist() == expected.tolist()
 
 
+class Without:
+    """A processor of the caller's own class: one token is never chosen."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.index_fill(1, torch.tensor([self.token]), -torch.inf)
+
+
+class Stepped:
+    """A sequence that grows, each forward of which leans as `Leaning` says."""
+
+    def __init__(self, model: Any, ids: Tensor) -> None:
+        self.model, self.fed, self.length = model, ids, 0
+        self.cache = transformers.DynamicCache()
+
+    def likely(self, kind: Any) -> Tensor:
+        """(1, V) log-probabilities of what comes next, after what was not fed yet."""
+        count, first = self.fed.shape[1], self.length
+        self.length += count
+        mask = torch.ones(1, self.length, dtype=torch.int64)
+        given: dict[str, Any] = {"attention_mask": mask}
+        if kind is Leaning:
+            mask[:, :-4] = 0
+        else:
+            given["chosen"] = torch.full((1,), float(first and self.chosen), dtype=torch.float64)
+        given["position_ids"] = torch.arange(first, self.length)[None]
+        with torch.no_grad():
+            out = self.model(self.fed, past_key_values=self.cache, use_cache=True, **given)
+        self.chosen = getattr(self, "chosen", 0) + 1
+        return out.logits[:, -1].float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("kind", [Counting, Leaning])
+def test_guidance_beside_a_processor_of_an_own_class(kind: Any) -> None:
+    model, ids = made(kind), IDS[1:2]
+    rows = [Stepped(model, ids), Stepped(model, ids[:, -1:])]
+    tokens: list[int] = []
+    for _ in range(8):
+        towards, away = (row.likely(kind) for row in rows)
+        mixed = Without(tokens[0] if tokens else 0)(ids, away + 2.5 * (towards - away))
+        tokens.append(int(mixed.argmax()))
+        for row in rows:
+            row.fed = torch.tensor([tokens[-1:]])
+    assert len({*tokens}) > 1
+    first = tokens[0]
+
+    class Once(Without):
+        """Rules out the first token, once that was chosen."""
+
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            known = input_ids.shape[1] > ids.shape[1]
+            return super().__call__(input_ids, scores) if known else Without(0)(input_ids, scores)
+
+    given = {"guidance_scale": 2.5, "logits_processor": [Once(first)], "eos_token_id": None}
+    found = es.wrap(model).generate(ids, max_new_tokens=8, **given)
+    assert found[0, ids.shape[1] :].tolist() == tokens
+
+
 @pytest.mark.parametrize("option", [{"use_cache": False}, {"prompt_lookup_num_tokens": 3}])
 def test_what_would_call_it_in_another_order_is_an_error(option: dict[str, Any]) -> None:
     with pytest.raises(es.EverystepError, match=r"fed again|truncate"):

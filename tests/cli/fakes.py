@@ -7,7 +7,7 @@ recorded in a `Stage`. Nothing here imports torch, so that programs with a fake 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -117,6 +117,8 @@ class FakeGenerated:
     message: None = None
     hidden_states: None = None
     attentions: None = None
+    timings: Mapping[str, float] | None = None
+    again: None = None
 
 
 class FakeStream:
@@ -152,8 +154,11 @@ class FakeStream:
         """Every sequence as it ended."""
         tokens = tuple(range(100, 100 + len(self._pieces)))
         text = "".join(self._pieces)
-        reason = FakeFinish("stop", 2)
-        return [[FakeGenerated(text, tokens, reason, -1.5 - i, 7) for i in range(self._sequences)]]
+        reason, seconds = FakeFinish("stop", 2), ("prompt", "decode", "total")
+        took = {f"{name}_seconds": 0.25 + i for i, name in enumerate(seconds)}
+        told = {"cached_tokens": 3, "timings": {**took, "tokens_per_second": 40.0}}
+        scores = [-1.5 - i for i in range(self._sequences)]
+        return [[FakeGenerated(text, tokens, reason, one, 7, **told) for one in scores]]
 
 
 def play(stage: Stage) -> None:

@@ -298,6 +298,30 @@ def test_json_is_one_document(stage: Stage, call: Caller) -> None:
     assert timings["load_seconds"] >= 0
 
 
+TOOK = "prompt: 7 tokens, 3 of them cached, 0.250 s; answer: 2 tokens, 1.250 s, 40.0 a second"
+
+
+@pytest.mark.parametrize("form", [[], ["--jsonl"]])
+def test_what_an_answer_took_is_told(form: list[str], stage: Stage, call: Caller) -> None:
+    plain = call("generate", "x y", *form)
+    outcome = call("generate", "x y", "--timings", *form)
+    assert outcome.out == plain.out and outcome.code == 0
+    told = [line for line in outcome.err.splitlines() if "prompt:" in line]
+    assert told == [f"everystep: {TOOK}; ended: stop, 2"] and "prompt:" not in plain.err
+
+
+def test_what_each_of_several_answers_took_is_told(stage: Stage, call: Caller) -> None:
+    options = ["--timings", "--num-return-sequences", "2", "--do-sample"]
+    told = call("generate", "x y", *options).err
+    assert [f"answer {number}, {TOOK}" in told for number in (0, 1)] == [True, True]
+
+
+def test_json_has_what_each_answer_took(stage: Stage, call: Caller) -> None:
+    (one,) = json.loads(call("generate", "x y", "--json", "--timings").out)["results"]
+    seconds = {"prompt_seconds": 0.25, "decode_seconds": 1.25, "total_seconds": 2.25}
+    assert one["timings"] == {**seconds, "tokens_per_second": 40.0, "cached_tokens": 3}
+
+
 def test_json_has_the_scores_of_beams(stage: Stage, call: Caller) -> None:
     document = json.loads(call("generate", "x", "--json", "--num-beams", "2").out)
     assert [result["score"] for result in document["results"]] == [-1.5]

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 from warnings import warn
 
 from torch import nn
 
 from everystep.api.model import LanguageModel, paired
+from everystep.api.open import taken_again
 from everystep.drivers.engine_thread import Desk, Submission, ended_early
-from everystep.drivers.generated import Generated
+from everystep.drivers.generated import Generated, Reply
 from everystep.drivers.session import KEPT, Session
 from everystep.engine import NO_REUSE, Continuous, Reuse
+from everystep.engine.explained import Again
 from everystep.errors import RequestError, shown
 from everystep.models import Model
 from everystep.processors.grammars.source import KINDS
@@ -70,8 +74,9 @@ class AsyncEngine:
         def scheduler() -> Continuous:
             return Continuous(token_budget, max_rows, max_positions, reuse=reuse)
 
+        asked, explains = (self._model, tokenizer, ()), partial(taken_again, self._model, tokenizer)
         self._session = Session(
-            self._model, tokenizer, (), None, None, {}, gives_events=True, scheduler=scheduler
+            *asked, None, None, {}, gives_events=True, scheduler=scheduler, explains=explains
         )
         self._desk = Desk(self._session, max_waiting)
         self._max_events = max_events
@@ -106,7 +111,7 @@ class AsyncEngine:
             raise ended_early()
         if group.error is not None:
             raise group.error
-        return one.answer().shaped(group)
+        return follower.answer().shaped(group)
 
     async def close(self) -> None:
         """Take no more prompts and end those inside as cancelled; return when the thread has ended
@@ -153,6 +158,7 @@ class AsyncEngine:
 
         follower = _Follower()
         follower.one = self._desk.submit(prompt, read, follower.wake, most)
+        follower.again = session.again(prompt, follower.one.number, given)
         return follower
 
 
@@ -160,6 +166,7 @@ class _Follower:
     """The one task that follows a submission, and how other threads wake it."""
 
     one: Submission
+    again: Again | None
 
     def __init__(self) -> None:
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
@@ -184,6 +191,10 @@ class _Follower:
                 await waiter
         finally:
             self._waiter = None
+
+    def answer(self) -> Reply:
+        """Return how it is answered; raise what kept it from being read."""
+        return replace(self.one.answer(), again=self.again)
 
     def wake(self) -> None:
         """Have the task look again, if there is anything to see; where its loop is closed, so that
@@ -266,7 +277,7 @@ class AsyncStream:
         one = self._one
         if one.box is None or not one.box.groups or not one.over:
             return []
-        return one.answer().generated(one.group())
+        return self._follower.answer().generated(one.group())
 
     async def __aenter__(self) -> AsyncStream:
         return self

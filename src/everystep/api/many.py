@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from torch import nn
 
 from everystep.api.model import LanguageModel, paired
+from everystep.api.open import taken_again
 from everystep.config.kinds import FLAG, one_of
 from everystep.drivers.generated import Generated, Results
 from everystep.drivers.session import OptionsLike, Session
@@ -146,7 +148,9 @@ def generate(
         return model.generate(seed=seed, tokenizer=tokenizer, **common)
     many, single = listed(prompts)
     model = model.gathered()
-    session = Session(model, tokenizer, many, options, seed, common, gives_layers=True)
+    explains = partial(taken_again, model, tokenizer)
+    asked = model, tokenizer, many, options, seed, common
+    session = Session(*asked, gives_layers=True, explains=explains)
     results: dict[int, object] = {}
     errors: dict[int, Exception] = {}
     bar = progress_bar(progress, many, "prompts")
@@ -220,7 +224,8 @@ def stream(
     many = list(listed(prompts)[0])
     if not many:
         raise RequestError("there is no prompt to stream", do="Pass at least one")
-    session = Session(
-        model, tokenizer, many, options, seed, common, gives_events=True, shares=not beam_events
-    )
+    explains = partial(taken_again, model, tokenizer)
+    asked = model, tokenizer, many, options, seed, common
+    shares = not beam_events
+    session = Session(*asked, gives_events=True, shares=shares, explains=explains)
     return Stream(session, many, beam_events=beam_events)

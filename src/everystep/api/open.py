@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from os import PathLike
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
 
 from everystep.api.model import LanguageModel, paired
+from everystep.engine.explained import Again
 from everystep.errors import RequestError
 from everystep.files.opening import as_path
 from everystep.requests.door import lists_options
@@ -19,6 +21,21 @@ from everystep.runs.saved import read_run
 
 if TYPE_CHECKING:
     from everystep.requests.keywords import TextOptions
+
+_ONCE = ("timeout", "max_time", "record", "return_dict_in_generate")
+"""Keywords that say nothing of which tokens are chosen while there is time."""
+
+
+def taken_again(
+    model: LanguageModel,
+    tokenizer: TokenizerLike | None,
+    prompt: PromptLike,
+    options: Mapping[str, Any],
+    seed: Any,
+) -> Again:
+    """Return how what became of a prompt is explained: by a run that is asked for the same."""
+    said = {name: one for name, one in options.items() if name not in (*_ONCE, "seed")}
+    return Again(lambda: open(model, tokenizer, prompt, seed=seed, **said))
 
 
 @lists_options("texts")

@@ -42,6 +42,12 @@ _AsJson = Annotated[
 _AsJsonl = Annotated[
     bool, typer.Option("--jsonl", help="Print one JSON document per token, as it is generated.")
 ]
+_Timings = Annotated[
+    bool,
+    typer.Option(
+        "--timings", help="Say what each answer took, and why it ended: in errors, or in --json."
+    ),
+]
 
 
 @o.takes(*o.OPTIONS, max_new_tokens=512)
@@ -62,6 +68,7 @@ def generate(
     reasoning: Reasoning = False,
     as_json: _AsJson = False,
     as_jsonl: _AsJsonl = False,
+    show_timings: _Timings = False,
     save: Save = None,
     resume: Resume = None,
     trace: Trace = None,
@@ -131,7 +138,7 @@ def generate(
     judged = (decoding.get("num_beams") or 1) > 1 or decoding.get("best_of") is not None
     scored = judged or (resume is not None and any(one.score for one in results))
     about = about_answers(results, model, loaded, seed, timings(started, ready, arrivals))
-    show_results(results, form, about, scored=scored)
+    show_results(results, form, about, scored=scored, timed=show_timings)
     if resume is None and asked.continues:
         _note_silence(results, tokenizer)
 

@@ -45,13 +45,15 @@ def show_events(stream: Any, form: Form) -> list[float]:
     return arrivals
 
 
-def show_results(results: list[Any], form: Form, about: Mapping[str, Any], *, scored: bool) -> None:
+def show_results(
+    results: list[Any], form: Form, about: Mapping[str, Any], *, scored: bool, timed: bool = False
+) -> None:
     """Show what was not shown as it came, and to a person how fast it was.
 
-    `scored`: the answers were chosen by their scores.
+    `scored`: the answers were chosen by their scores. `timed`: what each took is asked for.
     """
     if form == "json":
-        documents = [_result_document(one, scored) for one in results]
+        documents = [_result_document(one, scored, timed) for one in results]
         write_report({"results": documents, **about})
     elif form == "texts":
         _show_whole("\n---\n".join(one.text.rstrip("\n") for one in results))
@@ -61,6 +63,9 @@ def show_results(results: list[Any], form: Form, about: Mapping[str, Any], *, sc
         # The first was written as it came; a strategy of another package may return several.
         for one in results[1:]:
             _show_whole("---\n" + one.text.rstrip("\n"))
+    if timed and form != "json":
+        for number, one in enumerate(results):
+            note(_what_it_took(one, f"answer {number}, " if len(results) > 1 else ""))
     if is_terminal(sys.stderr):
         note(_summary(sum(len(one.tokens) for one in results), about))
 
@@ -102,11 +107,25 @@ def _summary(tokens: int, about: Mapping[str, Any]) -> str:
     return f"{tokens} tokens{speed}; {' and '.join(about['weights'])}; {about['executor']}"
 
 
-def _result_document(result: Any, scored: bool) -> dict[str, Any]:
+def _what_it_took(result: Any, name: str) -> str:
+    """Return what one continuation took and why it ended, in a line."""
+    took, count, ended = result.timings, len(result.tokens), _ended(result.finish_reason)
+    matched = "" if ended["matched"] is None else f", {ended['matched']!r}"
+    return (
+        f"{name}prompt: {result.prompt_tokens} tokens, {result.cached_tokens} of them cached, "
+        f"{took['prompt_seconds']:.3f} s; answer: {count} tokens, {took['decode_seconds']:.3f} s, "
+        f"{took['tokens_per_second']:.1f} a second; ended: {ended['finish_reason']}{matched}"
+    )
+
+
+def _result_document(result: Any, scored: bool, timed: bool) -> dict[str, Any]:
     """Return one continuation as JSON types."""
     document = {"text": result.text, "tokens": list(result.tokens), **_ended(result.finish_reason)}
     if scored:
         document["score"] = result.score if math.isfinite(result.score) else None
+    if timed:
+        seconds = {name: round(one, 6) for name, one in result.timings.items()}
+        document["timings"] = {**seconds, "cached_tokens": result.cached_tokens}
     return document
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from everystep.config.chat_defaults import ChatDefaults, chat_defaults_of
 from everystep.config.effective import Effective, merge_configs
 from everystep.config.fields import FIELDS, META, GenerationMode
-from everystep.config.generation import GenerationConfig, is_configuration
+from everystep.config.generation import GenerationConfig, is_configuration, is_data
 from everystep.config.nested import CompileConfig, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "WatermarkingConfig",
     "chat_defaults_of",
     "is_configuration",
+    "is_data",
     "merge_configs",
 ]

@@ -429,3 +429,13 @@ def _refuse_object(value: Any) -> Iterable[Any]:
         got=shown(value),
         do="Leave it out of what is saved and pass it in the call",
     )
+
+
+def is_data(value: object) -> bool:
+    """Return whether a value consists of numbers, texts and configurations, and so runs no code of
+    the caller's, which expects to run in the caller's thread."""
+    if isinstance(value, Mapping):
+        return all(map(is_data, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(is_data, value))
+    return value is None or isinstance(value, bool | int | float | str) or is_configuration(value)

@@ -16,20 +16,19 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
-from everystep.config import is_configuration
 from everystep.engine import Continuous, Engine
 from everystep.errors import RequestError
 from everystep.executors.native.executor import NativeExecutor
 from everystep.models.model import Model
 from everystep.nn.modes import inference_mode
 from everystep.stops.ends import moment
-from everystep.types import Event, FinishReason, Group, Request
+from everystep.types import Event, FinishReason, Group, Request, Times
 
 _PATIENCE = 1.0  # seconds after which a waiting thread looks again, should a notice have been lost
 _COURTESY = 0.001  # seconds for which a step waits for requests that want to come in before it
@@ -47,8 +46,6 @@ class Mailbox:
     the engine refused a request. `leaving`: how the groups are to end before the next step.
     `dropped`: it left while it stood in line, and never begins. `over`: nothing more will be put
     into it. `deadline`: the first moment at which one of the requests is to end, None without any.
-    `began`, `opened`, `ended`: the moments at which the requests had come in, had all chosen their
-    first tokens, and were over, the last two None until then.
     """
 
     def __init__(
@@ -72,16 +69,16 @@ class Mailbox:
         self.names: dict[str, str] = {}  # as the engine calls a request -> as its owner does
         moments = (one.deadline for one in self.requests if one.deadline is not None)
         self.deadline = min(moments, default=None)
-        self.began = 0.0
-        self.opened: float | None = None
-        self.ended: float | None = None
 
     @property
     def took(self) -> tuple[float, float]:
         """The seconds from its beginning until all had their first tokens, and until now or its
         end; what ended before a token was opened by its end."""
-        end = moment() if self.ended is None else self.ended
-        return (end if self.opened is None else self.opened) - self.began, end - self.began
+        now, times = moment(), [one.times for one in self.groups if one.times is not None]
+        since = max((one.began for one in times), default=now)
+        taken = [[one.began - since + part for part in one.took(now)] for one in times]
+        first, total = map(max, zip(*taken, strict=True)) if taken else (0.0, 0.0)
+        return first, total
 
     @property
     def begun(self) -> bool:
@@ -183,7 +180,9 @@ class Driver:
         """Return the mailbox of a group that came into the engine by other ways, such as a fork;
         `box`: the one that it had before."""
         box = Mailbox((group.request,)) if box is None else box
-        box.groups, box.leaving, box.over, box.ended = [group], None, False, None
+        box.groups, box.leaving, box.over = [group], None, False
+        group.times = group.times or Times(moment())
+        group.times.ended = None
         self._boxes[group.request.request_id] = box
         return box
 
@@ -350,7 +349,7 @@ class Driver:
             try:
                 self._boxes[name] = box
                 box.groups.append(self.engine.submit(request))
-                box.began = moment()
+                box.groups[-1].times = Times(moment())
             except Exception as error:
                 box.error, box.leaving = error, CANCELLED
                 self._end(box)
@@ -387,11 +386,11 @@ class Driver:
             if box.most is not None and len(box.events) >= box.most and not box.aside:
                 self._set_aside(box)
             _tell(box)
+        now = moment()
+        for group in [one for box in set(self._boxes.values()) for one in box.groups]:
+            _note_times(group, now)
         for name, box in list(self._boxes.items()):
-            if box.opened is None and box.begun and all(group.opened for group in box.groups):
-                box.opened = moment()
             if box.begun and not any(group.live for group in box.groups):
-                box.ended = moment()
                 # First of all: whoever was interrupted here finds it again by its name.
                 box.over = True
                 _tell(box)
@@ -452,6 +451,14 @@ def _take_out(found: list[T] | deque[T], one: T) -> None:
         found.remove(one)
 
 
+def _note_times(group: Group, now: float) -> None:
+    if (times := group.times) is not None:
+        if times.opened is None and group.opened:
+            times.opened = now
+        if times.ended is None and not group.live:
+            times.ended = now
+
+
 def _tell(box: Mailbox) -> None:
     if box.notice is not None:
         box.notice()
@@ -479,16 +486,6 @@ def shared_driver(model: Model, key: Hashable, opened: Callable[[], Engine]) -> 
             if isinstance(engine.executor, NativeExecutor):
                 drivers[key] = found
         return found
-
-
-def is_data(value: object) -> bool:
-    """Return whether a value consists of numbers, texts and configurations, and so runs no code of
-    the caller's, which expects to run in the caller's thread."""
-    if isinstance(value, Mapping):
-        return all(map(is_data, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(is_data, value))
-    return value is None or isinstance(value, bool | int | float | str) or is_configuration(value)
 
 
 # --- forked children ------------------------------------------------------------------------------

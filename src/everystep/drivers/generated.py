@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import overload
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from everystep.dialogue.asked import Message
-from everystep.engine.collect import Captures, kept_rows
+from everystep.engine.collect import Captures, kept_rows, owned_layers
 from everystep.engine.decided import results_of
+from everystep.engine.explained import Account, Again, Explanation
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
-from everystep.errors import shown
-from everystep.nn.modes import ordinary_mode
-from everystep.outputs import TokenLogprobs
+from everystep.errors import RequestError, shown
+from everystep.outputs import TokenLogprobs, timings_of
 from everystep.requests.options import Options
 from everystep.requests.prompts import TokenizerLike
 from everystep.requests.reading import cut_by_default
 from everystep.shown import cut, table
+from everystep.stops.ends import moment
 from everystep.stops.strings import StopStrings
 from everystep.strategies.beams import NOTHING
 from everystep.streamers import Wording
@@ -41,7 +42,9 @@ class Generated:
     layer, (T, E) and (H, T, S) of the positions that were fed before it, the whole prompt for the
     first; of the decoder where an encoder reads the prompt. `message`: the answer's parts, where
     tools or thoughts were asked for; its text then keeps the marks of both. Where the reason is an
-    error, the text and the ids are as far as they came.
+    error, the text and the ids are as far as they came. `timings`: `prompt_seconds` until the first
+    token was there, `decode_seconds` from there on, `total_seconds`, and `tokens_per_second` of the
+    tokens after the first; what ran beside it, and between the steps of a run, counts too.
     """
 
     text: str
@@ -55,6 +58,24 @@ class Generated:
     message: Message | None = None
     hidden_states: Shown | None = field(default=None, repr=False, compare=False)
     attentions: Shown | None = field(default=None, repr=False, compare=False)
+    timings: Mapping[str, float] | None = field(default=None, repr=False, compare=False)
+    again: Again | None = field(default=None, repr=False, compare=False)
+
+    @overload
+    def explain(self) -> Account: ...
+    @overload
+    def explain(self, position: int, rivals: int = 5) -> Explanation: ...
+    def explain(self, position: int | None = None, rivals: int = 5) -> Account | Explanation:
+        """Tell why it ended and what each stage did, or explain the token at a position.
+
+        It is worked out now: the prompt is answered once more, as a run, whose every step can be
+        looked at. RequestError where that gives other tokens, as with objects that are used up.
+        """
+        if self.again is None:
+            what = "this holds nothing that it could be explained from"
+            do = "Explain what a call gave, in the process that called"
+            raise RequestError(what, wanted="a result of es.generate, a stream or a run", do=do)
+        return self.again.explain(self.tokens, self.finish_reason, position, rivals)
 
     def __repr__(self) -> str:
         scored = f"score={self.score:.4g}, " if self.score else ""  # only some strategies give one
@@ -97,11 +118,13 @@ class Results(list[object]):
 @dataclass(frozen=True, slots=True)
 class Reply:
     """The form in which a prompt is answered: by the options it was asked with, as text where there
-    is a tokenizer. `captures`: what layers showed, where that is kept."""
+    is a tokenizer. `captures`: what layers showed, where that is kept. `again`: how what becomes of
+    the prompt is taken once more."""
 
     options: Options
     tokenizer: TokenizerLike | None
     captures: Captures | None = None
+    again: Again | None = None
 
     def generated(self, group: Group) -> list[Generated]:
         """Return the results of a group that has ended.
@@ -110,7 +133,9 @@ class Reply:
         """
         if (error := group.error) is not None:
             done = next(one for one in group.done if one.reason.kind == "error")
-            return [self.failed(error, done.tokens, group.request.prompt.length)]
+            made = self.failed(error, done.tokens, group.request.prompt.length)
+            took = timings_of(group.times, moment(), len(made.tokens))
+            return [replace(made, timings=took, again=self.again)]
         found = results_of(group)
         return self.of(group, [one for one in found if one is not NOTHING] or found[:1])
 
@@ -133,10 +158,13 @@ class Reply:
             counts = length, group.cached_tokens
             found = done.reason, done.score, *counts, known, of_prompt
             answers = kept.get(done.index if in_rows else number, [])[: len(ids)]
-            layers = _shown([one.layers for one in answers]) if wants.layers else None
-            weights = _shown([one.attentions for one in answers]) if wants.attentions else None
+            layers = owned_layers([one.layers for one in answers]) if wants.layers else None
+            attended = [one.attentions for one in answers]
+            weights = owned_layers(attended) if wants.attentions else None
             parts = self._message(text, group, number)
-            results.append(Generated(text, tuple(ids), *found, parts, layers, weights))
+            took = timings_of(group.times, moment(), len(ids))
+            beside = parts, layers, weights, took, self.again
+            results.append(Generated(text, tuple(ids), *found, *beside))
         return results
 
     def _message(self, text: str, group: Group, number: int) -> Message | None:
@@ -214,9 +242,3 @@ def end_of_prompt(tokenizer: TokenizerLike | None, ids: object) -> str:
         return ""
     last = np.asarray(ids).reshape(-1)[-_END:].tolist()
     return str(tokenizer.decode(last, skip_special_tokens=False))
-
-
-def _shown(answers: Iterable[tuple[Tensor, ...] | None]) -> Shown:
-    """Return tensors that callers may change and learn from, as those of inference mode forbid."""
-    with ordinary_mode(), torch.no_grad():
-        return tuple(tuple(one.clone() for one in layers or ()) for layers in answers)

@@ -20,16 +20,18 @@ from everystep.config import (
     Effective,
     GenerationConfig,
     is_configuration,
+    is_data,
 )
 from everystep.config.kinds import POSITIVE
 from everystep.dialogue.asked import Dialogue, read_dialogue
 from everystep.draws import seed_of
 from everystep.drivers.complete import completed
-from everystep.drivers.driver import Driver, Mailbox, is_data, reopen_after_fork, shared_driver
+from everystep.drivers.driver import Driver, Mailbox, reopen_after_fork, shared_driver
 from everystep.drivers.generated import Reply, end_of_prompt
 from everystep.drivers.synced import refuse_parts, synced
 from everystep.engine import Continuous, Engine, Reuse
 from everystep.engine.collect import Captures
+from everystep.engine.explained import Again
 from everystep.errors import EverystepError, RequestError, UnsupportedError, shown
 from everystep.models.model import Model
 from everystep.nn.modes import inference_mode
@@ -85,7 +87,8 @@ class Session:
     room for all that the output object of `model.generate` has. `gives_layers`: results have room
     for what layers show. `shares`: its engines may be those
     of other calls. `scheduler`: makes those of its engines, which otherwise have room for any
-    prompt. `chat`: the defaults that hold for a prompt that was read elsewhere. Everything about
+    prompt. `chat`: the defaults that hold for a prompt that was read elsewhere. `explains`: gives
+    how what becomes of a prompt with its keywords and its seed is taken once more. Everything about
     the options is checked here, before any compute.
 
     Messages get the model's chat defaults, so the same keywords may ask for other things for them
@@ -107,8 +110,9 @@ class Session:
         shares: bool = True,
         scheduler: Callable[[], Continuous] | None = None,
         chat: ChatDefaults | None = None,
+        explains: Callable[[PromptLike, Mapping[str, object], object], Again] | None = None,
     ) -> None:
-        self._model = model
+        self._model, self._explains = model, explains
         self._chat = model.chat_defaults if chat is None else chat
         self._conversations = set() if chat is None else {0}  # numbers of prompts
         self._gives_events = gives_events or gives_steps
@@ -263,9 +267,22 @@ class Session:
         """The options that were read first."""
         return next(iter(self._options.values()))
 
-    def reply(self, index: int) -> Reply:
+    def reply(self, index: int, again: Again | None = None) -> Reply:
         """Return how the prompt of this number is answered."""
-        return Reply(self._options_of(index), self.tokenizer, self._captures)
+        return Reply(self._options_of(index), self.tokenizer, self._captures, again)
+
+    def again(
+        self, prompt: PromptLike, index: int, given: Mapping[str, object] | None = None
+    ) -> Again | None:
+        """Return how what becomes of the prompt of this number is taken once more; `given`: its
+        keywords, where it is a call of its own."""
+        if self._explains is None:
+            return None
+        own = {} if self._own is None else _said(self._own[index])
+        given = {**self._common, **own} if given is None else given
+        seed = given.get("seed")
+        seed = list(self._seed_for(index, alone=True)) if seed is None else seed  # type: ignore[arg-type]
+        return self._explains(prompt, given, seed)
 
     def _options_of(self, index: int) -> Options:
         """Return what is asked for the prompt of this number."""
@@ -434,11 +451,13 @@ class Session:
         it failed. No more of them wait in the engine than it can soon admit."""
         coming = enumerate(prompts)
         inside: dict[int, tuple[Driver, Mailbox]] = {}
+        asked: dict[int, PromptLike] = {}
         with synced(self._model, self._options.values(), None):
             try:
                 while (taken := list(islice(coming, _INSIDE - len(inside)))) or inside:
                     for number, prompt in taken:
                         try:
+                            asked[number] = prompt
                             inside[number] = self.submit(self.request(prompt, number))
                         except Exception as error:
                             yield number, self.reply(number).failed(error), error
@@ -448,7 +467,8 @@ class Session:
                     for number in [n for n, (_, box) in inside.items() if box.over]:
                         (group,) = inside.pop(number)[1].groups
                         self.note_cut(number, group)
-                        yield number, self.reply(number).shaped(group), group.error
+                        again = self.again(asked.pop(number), number)
+                        yield number, self.reply(number, again).shaped(group), group.error
             finally:
                 for driver, box in inside.values():  # after an error or interrupt: others may go on
                     driver.leave(box)

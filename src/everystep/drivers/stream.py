@@ -37,7 +37,7 @@ class Stream(Generic[E]):
     def __init__(
         self, session: Session, prompts: Sequence[PromptLike], *, beam_events: bool = False
     ) -> None:
-        self._session = session
+        self._session, self._prompts = session, prompts
         self._wording = Wording(session.tokenizer)
         self._beam_events = beam_events
         self.open_locks()
@@ -97,7 +97,8 @@ class Stream(Generic[E]):
 
     def results(self) -> list[list[Generated]]:
         """Return what every prompt that has ended became, in the order of the prompts."""
-        return [self._session.reply(i).generated(one) for i, one in enumerate(self.groups)]
+        ask, known = self._session, enumerate(zip(self._prompts, self.groups, strict=True))
+        return [ask.reply(i, ask.again(asked, i)).generated(one) for i, (asked, one) in known]
 
     def __enter__(self) -> Stream[E]:
         return self

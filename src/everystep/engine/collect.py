@@ -7,7 +7,7 @@ feeds more sequences than it keeps rows of, only those are kept that a token was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from everystep.engine.batches import Scored
 from everystep.engine.watching import StepRecord
+from everystep.nn.modes import ordinary_mode
 from everystep.types import Answer, Children
 from everystep.types.request import Strategy
 
@@ -223,3 +224,11 @@ def _cut(answer: Answer, first: int, last: int, after: int) -> Answer:
         attentions=own and tuple(one[:, first:last, : one.shape[-1] - after] for one in own),
         cross_attentions=across and tuple(one[:, first:last] for one in across),
     )
+
+
+def owned_layers(
+    answers: Iterable[tuple[Tensor, ...] | None],
+) -> tuple[tuple[Tensor, ...], ...]:
+    """Return tensors that callers may change and learn from, as those of inference mode forbid."""
+    with ordinary_mode(), torch.no_grad():
+        return tuple(tuple(one.clone() for one in layers or ()) for layers in answers)

@@ -380,16 +380,17 @@ def _settled(
     e: Effective, pad: int | None, inputs: Inputs, limits: tuple[int, ...], context: int | None
 ) -> Effective:
     """Return the configuration with the length and the pad id in force, and a notice to a caller
-    who asks for more than the model was made for."""
+    who asks for more than the model was made for, or whose checkpoint does."""
     by = "max_length" if e.max_new_tokens is None else "max_new_tokens"
     if "min_length" in e.caller or "min_new_tokens" in e.caller:
         _check_least(e, by, inputs.counted_width, limits)
     new = max(limits)
     positions = inputs.total_width + new - 1  # the last token is not fed
-    if context is not None and by in e.caller and positions > context:
+    whose = " of the checkpoint" if e.source(by) == "checkpoint" else ""
+    if context is not None and (whose or by in e.caller) and positions > context:
         e = e.noting(
-            f"{by}={e[by]} leads beyond what the model was made for; wanted at most {context} "
-            f"positions; got {inputs.total_width} of the prompt and up to {new} new ones. "
+            f"{by}={e[by]}{whose} leads beyond what the model was made for; wanted at most "
+            f"{context} positions; got {inputs.total_width} of the prompt and up to {new} new ones. "
             f"Lower {by}, or expect the text to get worse there."
         )
     if not inputs.width and inputs.source is None:

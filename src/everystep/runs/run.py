@@ -30,6 +30,7 @@ from everystep.drivers.generated import Generated
 from everystep.drivers.session import Session
 from everystep.engine import Beginning, Known
 from everystep.engine.decided import results_of
+from everystep.engine.explained import Account, Again, Explanation, accounted, explained
 from everystep.engine.logprobs import with_given
 from everystep.engine.recording import RunRecorder, name_of
 from everystep.engine.sight import Sight
@@ -41,7 +42,7 @@ from everystep.requests.prompts import PromptLike
 from everystep.requests.subject import Subject
 from everystep.runs.hands import Asked, Hands, Rules, is_one, over, read_ids, require_changeable
 from everystep.runs.saved import NO_TRAIL, RunState, Trail, require_possible, write_run
-from everystep.runs.steps import Explanation, Step, explained
+from everystep.runs.steps import Step
 from everystep.shown import table
 from everystep.strategies import Beam, BestOf, Greedy, Sample
 from everystep.streamers import LiveBeam, Wording, beam_event
@@ -169,7 +170,7 @@ class Run:
         has several sequences. The ids include those that were sent."""
         self._finish("result")
         with self._hands.lock:
-            found = self._session.reply(0).generated(self._group)
+            found = self._session.reply(0, Again(lambda: self)).generated(self._group)
             alone = self._group.error is not None or self._group.request.strategy.returns == 1
         return found[0] if alone and found else found
 
@@ -274,6 +275,30 @@ class Run:
             position, tokens, sight = self._retaken(position, index)
             given = position in self._given
             return explained(sight, position, tokens[position], self._spell, rivals, given=given)
+
+    def account(self, index: int = 0) -> Account:
+        """Tell why a sequence ended, and what each stage did in all its steps, which are taken once
+        more for that as by `explain`."""
+        with self._hands.lock:
+            places = [one for one in range(len(self._ids(index))) if one not in self._given]
+            done = over(self._group) and bool(self._group.done)
+            reason = results_of(self._group)[index].reason if done else None
+            return accounted(reason, (self.step_at(one, index).changes for one in places))
+
+    def index_of(self, tokens: tuple[int, ...]) -> int:
+        """Take steps until a sequence has these ids, and return its index; RequestError if none
+        comes to them."""
+        while not self.done and not (self.alone and len(self.tokens) >= len(tokens)):
+            next(self)
+        for index in range(self._group.request.strategy.returns):
+            ids = self._ids(index)
+            if (ids[: len(tokens)] if self.alone else ids) == tokens:
+                return index
+        raise RequestError(
+            "what was generated does not come out again",
+            wanted="keywords and objects that say the same when they are used once more",
+            do="Open a run with es.open, and ask that one to explain its tokens",
+        )
 
     def step_at(self, position: int, index: int = 0) -> Step:
         """Return the step that chooses the token at a position, taken once more on a fork.

@@ -1,4 +1,4 @@
-"""Steps of a run, and the reasons for their choices: logits, changes by processors, draw, rivals.
+"""Steps of a run, to be looked at.
 
 A step keeps the logits that it chose from. The changes by processors are worked out when somebody
 asks, by running them again, one at a time, on copies of the ids.
@@ -6,9 +6,7 @@ asks, by running them again, one at a time, on copies of the ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +18,6 @@ from everystep.types import Event, FinishReason
 
 _SHOWN = 10
 """Candidates that a step shows of itself."""
-Spell = Callable[[list[int]], str | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,100 +116,3 @@ class Step:
         """Attentions (H, T, S) of every layer over encoder states, with `output_attentions=True`;
         None without an encoder."""
         return None if self._sight is None else self._sight.layers("cross_attentions")
-
-
-class Effect(NamedTuple):
-    """The change of the explained token by one processor, and how many tokens that ruled out."""
-
-    name: str
-    before: float
-    after: float
-    ruled_out: int
-
-
-class Rival(NamedTuple):
-    """A token that might have been chosen: its logit, its score and its share of the draw."""
-
-    token: int
-    text: str | None
-    logit: float
-    score: float
-    probability: float
-
-
-class Draw(NamedTuple):
-    """The number in (0, 1) that was drawn, and the part of it that leads to the token."""
-
-    number: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """The reasons for which a token stands where it stands.
-
-    `position` counts the ids after the prompt. `given`: it was not chosen, but sent or edited in.
-    `chosen`: the token with its numbers. `effects`: processor by processor. `draw`: None where the
-    best one is taken. `rivals`: the best scores there, the chosen one among them.
-    """
-
-    position: int
-    given: bool
-    chosen: Rival
-    effects: tuple[Effect, ...]
-    draw: Draw | None
-    rivals: tuple[Rival, ...]
-
-    def _repr_html_(self) -> str:
-        named = f"position {self.position}: {_named(self.chosen)}"
-        effects = table(Effect._fields, self.effects, named)
-        return effects + table(Rival._fields, self.rivals, "the best scores there")
-
-    def __str__(self) -> str:
-        token = self.chosen
-        lines = [f"position {self.position}: {_named(token)}, logit {token.logit:.4g}"]
-        for effect in self.effects:
-            ruled = f", rules {effect.ruled_out} tokens out" if effect.ruled_out else ""
-            lines.append(f"  {effect.name}: {effect.before:.4g} -> {effect.after:.4g}{ruled}")
-        if self.given:
-            lines.append("  it was given, not chosen")
-        elif self.draw is not None:
-            low, high = self.draw.low, self.draw.high
-            lines.append(f"  drawn: {self.draw.number:.4f} lies in {low:.4f} to {high:.4f}")
-        for one in self.rivals:
-            mark = "*" if one.token == token.token else " "
-            lines.append(f"  {mark} {one.probability:7.2%} {_named(one)}, score {one.score:.4g}")
-        return "\n".join(lines)
-
-
-def _named(one: Rival) -> str:
-    return str(one.token) if one.text is None else f"{one.token} {one.text!r}"
-
-
-def explained(
-    sight: Sight, position: int, token: int, spell: Spell, most: int, *, given: bool
-) -> Explanation:
-    """Explain the token that came out of this step by its first row, with `most` rivals."""
-    logits, scores = sight.logits[0].cpu(), sight.scores[0].cpu()
-    share = torch.softmax(scores.double(), dim=-1)
-
-    def rival(one: int) -> Rival:
-        return Rival(one, spell([one]), float(logits[one]), float(scores[one]), float(share[one]))
-
-    effects = tuple(
-        Effect(
-            change.name,
-            float(change.before[0, token]),
-            float(change.after[0, token]),
-            int((torch.isneginf(change.after[0]) & ~torch.isneginf(change.before[0])).sum()),
-        )
-        for change in sight.changes
-    )
-    number, draw = sight.number(), None
-    if number is not None and not given:
-        below = float(share[:token].sum())
-        draw = Draw(number, below, below + float(share[token]))
-    best = torch.topk(scores, min(most, len(scores))).indices.tolist()
-    rivals = tuple(rival(one) for one in best if not torch.isneginf(scores[one]))
-    return Explanation(position, given, rival(token), effects, draw, rivals)

@@ -21,6 +21,7 @@ import torch
 from everystep.api.model import LanguageModel
 from everystep.drivers.engine_thread import FairReaders
 from everystep.drivers.generated import Generated
+from everystep.engine.explained import Explanation
 from everystep.errors import FormatError, RequestError
 from everystep.outputs import TokenLogprobs
 from everystep.processors.grammars.source import KINDS
@@ -29,7 +30,7 @@ from everystep.requests.grammars import compile_asked
 from everystep.runs.hands import Asked
 from everystep.runs.run import Run
 from everystep.runs.saved import RunState, read_run
-from everystep.runs.steps import Explanation, Step
+from everystep.runs.steps import Step
 from everystep.server.fields import GENERATE, Json
 from everystep.server.messages import RunAsk, RunNews, RunOver
 from everystep.server.wire_keywords import Vectors, as_keywords, require_bounded

@@ -51,6 +51,7 @@ from everystep.types.request import Rows as Rows
 from everystep.types.request import Sequence as Sequence
 from everystep.types.request import Stop as Stop
 from everystep.types.request import Strategy as Strategy
+from everystep.types.request import Times as Times
 from everystep.types.request import WantedDraft as WantedDraft
 from everystep.types.request import Wants as Wants
 from everystep.types.request import adapter_ability as adapter_ability

@@ -225,7 +225,7 @@ class Front:
         to = wanted.to
         head = Head(f"{service.prefix}{exchange.id}", to.name)
         most = wanted.keywords.get("max_new_tokens")
-        watch = RequestWatch(self.metrics, to.name, most, wanted.n)
+        watch = RequestWatch(self.metrics, to.name, most, wanted.answers)
 
         def over(usage: Usage) -> None:
             self.count(exchange, to, usage)
@@ -514,13 +514,14 @@ class Front:
     async def _readiness(self, exchange: Exchange) -> None:
         if self.draining or not self.link.ready:
             raise HttpError(503, "No requests are taken.", retry=5)
-        await exchange.answer({"status": "ready"})
+        await exchange.answer({"status": "ready", "models": self.link.presence.shown()})
 
     async def _metrics(self, exchange: Exchange) -> None:
         self.metrics.ready.set(self.link.ready)
         self.metrics.restarts.set(self.link.restarts)
         self.metrics.replicas.set(self.link.replicas)
         self.metrics.replica_deaths.set(self.link.replica_deaths)
+        self.metrics.models(self.link.presence.shown(), self.link.presence.loads)
         kind = "text/plain; version=0.0.4; charset=utf-8"
         await exchange.send(Response(self.metrics.shown(self.link.load()), media_type=kind))
 
@@ -529,7 +530,8 @@ class Front:
         told = {"ready": link.ready, "running": link.running, "waiting": link.waiting}
         spent = {"generated_tokens": link.tokens, "seconds": time.monotonic() - self._began}
         shared = {"replicas": link.replicas, "replica_deaths": link.replica_deaths}
-        await exchange.answer({**told, "rows": link.rows, **spent, **shared})
+        models = {"models": link.presence.shown()}
+        await exchange.answer({**told, "rows": link.rows, **spent, **shared, **models})
 
     async def _replicas(self, exchange: Exchange) -> None:
         link = self.link

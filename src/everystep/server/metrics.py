@@ -81,6 +81,9 @@ class ServerMetrics:
         self._waiting = _gauge(registry, "num_requests_waiting", "Prompts in line.", own)
         self.ready = _gauge(registry, "engine_ready", "1 while the engine takes prompts.")
         self.restarts = _gauge(registry, "engine_restarts", "Starts of the engine after a death.")
+        self._loaded = _gauge(registry, "model_loaded", "1 while a model is loaded.", own)
+        line = "Times that a model was loaded again after it had been put away."
+        self._loads = _gauge(registry, "model_loads", line, own)
         self.replicas = _gauge(registry, "replicas", "Engines that share the prompts.")
         line = "Replicas that died, or were ended, at work."
         self.replica_deaths = _gauge(registry, "replica_deaths", line)
@@ -116,6 +119,12 @@ class ServerMetrics:
             self._waiting.labels(model).set(waiting)
         found = generate_latest(self._registry)
         return found if self._renamed is None else found + generate_latest(self._renamed)
+
+    def models(self, where: Mapping[str, str], loads: Mapping[str, int]) -> None:
+        """Note where each model is, and how often it was loaded again."""
+        for model, one in where.items():
+            self._loaded.labels(model).set(one == "loaded")
+            self._loads.labels(model).set(loads.get(model, 0))
 
     def observe(self, name: str, model: str, value: float) -> None:
         """Note a value of a histogram."""

@@ -66,6 +66,7 @@ async def serve(
         settings.queue(),
         settings.book(),
         hang_seconds=settings.hang_seconds,
+        idle=settings.idle(),
     )
     front = Front(link, fronts, front_settings)
     service = Service(front, settings.beside())

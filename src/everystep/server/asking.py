@@ -322,8 +322,8 @@ def read_messages(given: Mapping[str, Json], to: Addressee) -> ReadMessages:
 
 @dataclass(frozen=True, slots=True)
 class _TemplateAsked:
-    """The wishes of a body for the chat template: whether the answer is begun, whether the last message
-    stays open, the dialogue, and further variables."""
+    """The wishes of a body for the chat template: whether the answer is begun, whether the last
+    message stays open, the dialogue, and further variables."""
 
     begins: bool
     continues: bool = False
@@ -519,9 +519,10 @@ def _rendered(messages: list[Json], front: FrontModel, asked: _TemplateAsked, **
     begun, dialogue = front.chat.begun(_flat(messages, front.tokenizer)), asked.dialogue
     told: dict[str, Any] = {**asked.variables, **({} if dialogue is None else dialogue.template)}
     told |= {"add_generation_prompt": asked.begins, "continue_final_message": asked.continues}
+    told |= form
     turns = begun if dialogue is None else dialogue.messages(begun)
     try:
-        return front.tokenizer.apply_chat_template(turns, **told, **form)
+        return front.tokenizer.apply_chat_template(turns, **told)
     except UnknownArgumentError as error:
         raise UnknownArgumentError(f"chat_template_kwargs: {error}") from error
 

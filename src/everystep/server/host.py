@@ -27,6 +27,7 @@ from everystep.api.model import LanguageModel
 from everystep.api.score import Score
 from everystep.api.score import score as score_texts
 from everystep.api.transcribe import transcribe, usual_extractor
+from everystep.drivers.driver import Driver
 from everystep.drivers.engine_thread import Desk, Submission
 from everystep.drivers.generated import Generated
 from everystep.drivers.session import KEPT, Session
@@ -54,6 +55,7 @@ from everystep.server.messages import (
     Begun,
     Bring,
     Ended,
+    EngineTally,
     Failed,
     FrontMessage,
     HearAsk,
@@ -139,6 +141,17 @@ class HostedModel:
         self.trials, self._owned = trials or GrammarTrials(), trials is None
         self.desk = Desk(self.session, None, self.trials)  # the front bounds how many wait
 
+    def tally(self) -> EngineTally:
+        """Return what its engines have counted, and how much of what they may use is in use."""
+        drivers = self.desk.drivers
+        counts = [one.engine.counts for one in drivers]
+        return EngineTally(
+            sum(one.preemptions for one in counts),
+            sum(one.drafted for one in counts),
+            sum(one.accepted for one in counts),
+            max(map(_usage, drivers), default=0.0),
+        )
+
     def close(self) -> None:
         """Take no more prompts and end those inside; return when no thread steps any more."""
         self.desk.join()
@@ -161,6 +174,18 @@ class HostedModel:
             *steered_size(self.model.core),
             [*self.steering],
         )
+
+
+def _usage(driver: Driver) -> float:
+    """Return the part of an engine's rows, or bounded positions, that prompts have."""
+    scheduler = driver.engine.scheduler
+    if not isinstance(scheduler, Continuous) or (left := scheduler.planned) is None:
+        return 0.0
+    if not (scheduler.running or scheduler.aside):
+        return 0.0  # what was planned last has ended
+    if (most := scheduler.max_positions) is not None:
+        return 1.0 - left.positions / most
+    return 1.0 - left.rows / scheduler.max_rows
 
 
 @dataclass(slots=True)
@@ -467,7 +492,8 @@ class EngineHost:
         """Say again and again that the process runs, and which steps it takes."""
         while True:
             await asyncio.sleep(BEAT)
-            self._send(Alive([-1 if step is None else step for step in self._steps()]))
+            tallies = {name: one.tally() for name, one in self._models.items()}
+            self._send(Alive([-1 if step is None else step for step in self._steps()], tallies))
 
     def _steps(self) -> list[int | None]:
         """Return the number of the step that each thread takes now, None between two."""

@@ -58,6 +58,7 @@ from everystep.server.messages import (
 )
 from everystep.server.presence import IdleLimits, Presence
 from everystep.server.quotas import QuotaBook
+from everystep.server.tallies import Tallies
 
 log = logging.getLogger("everystep.server")
 
@@ -66,6 +67,7 @@ HANG_SECONDS = 120.0
 _FATAL = 2
 """Deaths of an engine after which an ask that was under way is given up."""
 _LONGEST_PAUSE = 10.0
+_STOPPED = "the server has been stopped"
 News = RowNews | Begun | Over | ScoredTexts | HeardText | RunNews | RunOver | Failed
 _LAST = (Over, ScoredTexts, HeardText, RunOver, Failed)
 AnyAsk = Ask | ScoreAsk | HearAsk | RunAsk
@@ -286,6 +288,7 @@ class EngineLink:
     which it is ended as one that hangs; 0 for never. `replicas`: how many share its rows, and
     `replica_deaths`: how many of these have died. `states`: how replicas are, as far as they have
     said it; None where the engine is none of replicas. `presence`: which models are loaded.
+    `tallies`: what engines have counted, until the last beat.
     """
 
     def __init__(
@@ -299,7 +302,7 @@ class EngineLink:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._mooring, self._limits, self._clock = mooring, limits or QueueLimits(), clock
-        self.presence = Presence(idle, clock)
+        self.presence, self.tallies = Presence(idle, clock), Tallies()
         self._hang_seconds = hang_seconds
         self.book = book or QuotaBook()
         self._lines: dict[str, WaitingLine] = {}
@@ -366,6 +369,10 @@ class EngineLink:
             return False
         return True
 
+    def give_up(self) -> None:
+        """Fail what is under way, since the server ends."""
+        self._fail_all(_STOPPED, always=True)
+
     async def close(self) -> None:
         """End the engine; what is under way fails."""
         self._closing = True
@@ -373,7 +380,7 @@ class EngineLink:
             self._writer.write(frame(Quit()))
             self._writer.close()
         await asyncio.gather(self._keeping, return_exceptions=True)
-        self._fail_all("the server has been stopped", always=True)
+        self._fail_all(_STOPPED, always=True)
 
     # --- asks -------------------------------------------------------------------------------------
 
@@ -484,6 +491,7 @@ class EngineLink:
             finally:
                 self._ready.clear()
                 self._writer = None
+                self.tallies.forget_engine()
                 writer.close()
                 await asyncio.to_thread(self._mooring.end)
             if self._closing or not self._was_ready:
@@ -509,7 +517,9 @@ class EngineLink:
                     self._make_room(message)
                 elif isinstance(message, Stands):
                     self._take_stand(message)
-                elif not isinstance(message, Alive):
+                elif isinstance(message, Alive):
+                    self.tallies.hear(message.tallies)
+                else:
                     self._hand_on(message)
         finally:
             if watching is not None:
@@ -570,6 +580,8 @@ class EngineLink:
 
     def _fail(self, id: int, one: Asking, text: str) -> None:
         del self._asking[id]
+        if one.sent:  # of an engine that is still there, nobody waits for it
+            self._send(Leave(id))
         self._leave_line(one, one.made)
         one.tell(Failed(id, 503, text))
 

@@ -205,11 +205,23 @@ class ReplicaRoom(msgspec.Struct, tag=True, frozen=True):
     states: list[ReplicaState] = []
 
 
+class EngineTally(msgspec.Struct, frozen=True, array_like=True):
+    """The counts of a model's engine: groups that lost their rows to others, ids that were drafted
+    and those of them that were accepted. `usage`: the part of the rows that is in use, or of the
+    positions, where these are bounded."""
+
+    preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    usage: float = 0.0
+
+
 class Alive(msgspec.Struct, tag=True, frozen=True):
     """The engine's process runs. `steps`: of each thread that steps, the number of the step that it
-    takes now, -1 between two."""
+    takes now, -1 between two. `tallies`: what was counted of each model."""
 
     steps: list[int]
+    tallies: dict[str, EngineTally] = {}
 
 
 class Likelihoods(msgspec.Struct, frozen=True):

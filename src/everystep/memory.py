@@ -5,6 +5,7 @@ Needs are the least that something takes for certain: what is refused could neve
 
 from __future__ import annotations
 
+import ctypes
 import math
 import statistics
 import time
@@ -49,6 +50,13 @@ def peak_memory(device: torch.device | None = None) -> int | None:
         return int(torch.cuda.max_memory_allocated(device))
     line = next((x for x in _text(_PROCESS).splitlines() if x.startswith("VmHWM:")), None)
     return None if line is None else int(line.split()[1]) << 10
+
+
+def give_back() -> None:
+    """Give the system back what was freed, where the allocator would keep it for later."""
+    torch.cuda.empty_cache()  # which does nothing where there is none
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc's
+        trim(0)
 
 
 def memory_speed(size: int = 1 << 30) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import socket
@@ -12,16 +13,29 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import everystep as es
 from everystep.errors import EverystepError, RequestError
+from everystep.files.sources import DEFAULT_MODEL
 from everystep.server.settings import ServeSettings, read_settings
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 from tests.cli.running import Caller, everystep
+from tests.server.programs import program
+
+
+def _is_taken(port: int) -> bool:
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            one.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+        return False
 
 
 @pytest.mark.parametrize(
@@ -169,6 +183,68 @@ def test_a_server_of_models_and_an_adapter_with_a_key_drains_and_is_ended(tmp_pa
                 with pytest.raises(httpx.RemoteProtocolError):
                     assert "data: [DONE]" not in [*lines]
         assert program.wait(60) == -signal.SIGTERM
+
+
+def test_a_stream_that_is_longer_than_the_drain_ends_with_an_error(tmp_path: Path) -> None:
+    (tmp_path / "serve.toml").write_text("drain_seconds = 0.3\n")
+    options = ("--port", "0", "--settings", str(tmp_path / "serve.toml"))
+    with program(tmp_path, *options) as (running, url), httpx.Client(timeout=60) as client:
+        asked = {"prompt": "hello", "max_tokens": 3900, "ignore_eos": True, "seed": 1}
+        asked |= {"n": 8, "temperature": 1.0}
+        said: list[httpx.Response] = []
+        whole = threading.Thread(
+            target=lambda: said.append(client.post(f"{url}/v1/completions", json=asked))
+        )
+        whole.start()
+        streamed = {**asked, "stream": True}
+        with client.stream("POST", f"{url}/v1/completions", json=streamed) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            began = time.monotonic()
+            running.send_signal(signal.SIGTERM)
+            *_, last, empty = lines
+        taken = time.monotonic() - began
+        assert empty == "" and last.startswith("data: "), "no stream ends in silence"
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert error["message"].startswith("the server has been stopped")
+        whole.join()
+        assert (said[0].status_code, said[0].json()["error"]) == (503, error)
+        assert taken > 0.3 and running.wait(60) == 0
+
+
+@pytest.mark.skipif(_is_taken(8000), reason="port 8000 is taken, where the default server listens")
+def test_without_an_argument_the_default_model_is_served() -> None:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(everystep("serve"), **pipes) as running:
+        assert running.stdout is not None and running.stderr is not None
+        assert running.stderr.readline() == f"everystep: loading {DEFAULT_MODEL}\n", "at once"
+        threading.Thread(target=running.stderr.read, daemon=True).start()
+        said = running.stdout.readline()
+        while not said.endswith("Ctrl-C ends it\n") and running.poll() is None:
+            said += running.stdout.readline()
+        address = "http://127.0.0.1:8000"
+        assert said.startswith(f"serving {DEFAULT_MODEL} on {address}\n")
+        typed = re.search(r"curl (\S+) -H 'Content-Type: (.+)' \\\n\s+-d '(.+)'\n", said)
+        assert typed, said
+        url, kind, body = typed.groups()
+        assert url == f"{address}/v1/chat/completions"
+        asked = {**json.loads(body), "max_tokens": 5, "temperature": 0}
+        with httpx.Client(timeout=60) as client:
+            headers = {"Content-Type": kind}
+            answer = client.post(url, content=json.dumps(asked), headers=headers).json()
+            (python,) = [one.strip() for one in said.splitlines() if "OpenAI(" in one]
+            names: dict[str, Any] = {"OpenAI": openai.OpenAI}
+            exec(python, names)  # it is what people are told to type
+            with names["client"] as known:
+                assert [one.id for one in known.models.list()] == [DEFAULT_MODEL]
+            assert f"a page to talk on: {address}/ " in said
+            assert client.get(f"{address}/").headers["content-type"].startswith("text/html")
+        model, tokenizer = es.load(DEFAULT_MODEL, offline=True)
+        options: Any = {"max_new_tokens": 5, "do_sample": False}
+        wanted = str(es.chat(model, tokenizer, asked["messages"], **options))
+        assert answer["choices"][0]["message"]["content"] == wanted
+        running.send_signal(signal.SIGINT)
+        assert running.wait(60) == 0
 
 
 def _models_of_three(folder: Path) -> dict[str, str]:

@@ -82,12 +82,15 @@ WIRE: Mapping[str, Body] = {
     "prompt": {"prompt": TOKENIZER.encode(PROMPT)},
     "return_token_ids": {"return_token_ids": True},
     "timings": {"timings": True},
+    "skip_special_tokens": {"skip_special_tokens": False, "logit_bias": {"3": 20.0}},
+    "explain": {"explain": 2},
 }
 _PLAIN = ("seed", "max_new_tokens", "add_generation_prompt", "tools", "tool_choice")
 _TALK = (*_PLAIN, "parallel_tool_calls", "enable_thinking", "thinking_budget")
 _NAMES = {"n": "num_return_sequences", "stop": "stop_strings"}
 OWN = (
     "a stream has no log-probabilities of its prompt",
+    "a stream has no explanations",
     "have the same meaning",
     "are the same. Leave",
 )
@@ -185,7 +188,19 @@ def in_process(body: Body) -> list[tuple[Any, ...]] | str:
         return str(error)
     said = PROMPT if body.get("echo") else ""
     results = found if isinstance(found, list) else [found]
-    return [(said + one.text, list(one.tokens), *_known(one, body)) for one in results]
+    return [(said + _text(one, body), list(one.tokens), *_known(one, body)) for one in results]
+
+
+def _text(one: Any, body: Body) -> str:
+    """Return the text of a result, with special tokens where they are wanted."""
+    if body.get("skip_special_tokens", True):
+        return str(one.text)
+    ids, matched = list(one.tokens), one.finish_reason.matched
+    kept = body.get("include_stop_str_in_output")
+    if isinstance(matched, int) and one.finish_reason.kind == "stop" and not kept:
+        ids = ids[:-1]
+    text = TOKENIZER.decode(ids, skip_special_tokens=False)
+    return text[: text.rindex(matched)] if isinstance(matched, str) and not kept else text
 
 
 def _known(one: Any, body: Body) -> tuple[list[float | None] | None, list[Any] | None]:

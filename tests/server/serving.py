@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import socket
+import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +46,28 @@ def in_thread(model: LanguageModel | None = None) -> ThreadMooring:
     return ThreadMooring(
         lambda: {"tiny": HostedModel(own, TOKENIZER, LIMITS, trials=TRIALS)}, LIMITS
     )
+
+
+class MortalMooring(ThreadMooring):
+    """Engines in a thread that seem to die when they are told to; the next one is not started
+    before that is `let`."""
+
+    def __init__(self, *own: Any) -> None:
+        super().__init__(*own)
+        self.let = threading.Event()
+        self.let.set()
+        self._connection: socket.socket | None = None
+
+    def start(self) -> socket.socket:
+        assert self.let.wait(PATIENCE)
+        self._connection = super().start()
+        return self._connection
+
+    def die(self) -> None:
+        """End the connection, as the end of a process does."""
+        self.let.clear()
+        assert self._connection is not None
+        self._connection.shutdown(socket.SHUT_RDWR)
 
 
 class Served:

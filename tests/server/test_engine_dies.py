@@ -15,8 +15,18 @@ import httpx
 import pytest
 
 from everystep.server.engine_process import EngineOrders
+from everystep.server.host import HostedModel
 from everystep.server.link import ProcessMooring
-from tests.server.serving import Served, chunks_of, joined, served, tiny
+from tests.server.serving import (
+    LIMITS,
+    TOKENIZER,
+    MortalMooring,
+    Served,
+    chunks_of,
+    joined,
+    served,
+    tiny,
+)
 
 LONG: Any = {"prompt": "hello", "max_tokens": 150, "ignore_eos": True}
 STEER: Any = {"0": [3.0, -3.0] * (tiny().width // 2)}
@@ -84,6 +94,33 @@ def test_streams_go_on_the_same_way(apart: Served, more: dict[str, Any]) -> None
 def test_what_a_clock_ends_fails_and_says_so(apart: Served) -> None:
     body = streamed(apart, [], 10, **LONG, timeout=600)
     assert '"error"' in body and "[DONE]" not in body, "half an answer is not a whole one"
+
+
+def test_health_is_503_for_as_long_as_there_is_no_engine() -> None:
+    mooring = MortalMooring(lambda: {"tiny": HostedModel(tiny(), TOKENIZER, LIMITS)}, LIMITS)
+    with served(mooring) as server:
+        wanted = server.completion(prompt="hello", max_tokens=3)["choices"]
+        assert server.client.get("/health").json() == {"status": "ok"}
+        for number in (1, 2):
+            mooring.die()
+            deadline = time.monotonic() + 60
+            while server.front.link.ready and time.monotonic() < deadline:
+                time.sleep(0.002)
+            for _ in range(5):
+                for path, seconds in (("/health", "2"), ("/ready", "5")):
+                    answer = server.client.get(path)
+                    assert answer.status_code == 503, path
+                    assert answer.headers["retry-after"] == seconds
+                refused = server.post("/v1/completions", prompt="hello", max_tokens=3)
+                assert refused.status_code == 503
+                assert refused.json()["error"]["code"] == "engine_starting"
+            assert "everystep_engine_ready 0.0" in server.client.get("/metrics").text
+            mooring.let.set()
+            wait_ready(server)
+            assert server.client.get("/health").status_code == 200
+            assert server.client.get("/ready").status_code == 200
+            assert server.completion(prompt="hello", max_tokens=3)["choices"] == wanted
+            assert f"everystep_engine_restarts {number}.0" in server.client.get("/metrics").text
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ from everystep.server.messages import (
     Quit,
     RunAsk,
     ScoreAsk,
-    ask_messages,
     frame,
+    front_messages,
 )
 
 SENT: list[AskMessage] = [
@@ -37,7 +37,7 @@ def heard(data: bytes) -> list[AskMessage]:
         reader = asyncio.StreamReader()
         reader.feed_data(data)
         reader.feed_eof()
-        return [one async for one in ask_messages(reader)]
+        return [one async for one in front_messages(reader)]
 
     return asyncio.run(read())
 

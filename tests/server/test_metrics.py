@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from everystep.server.exchange import FrontSettings
-from tests.server.serving import Served, served
+from everystep.server.host import EngineLimits, HostedModel
+from tests.server.serving import TOKENIZER, TRIALS, MortalMooring, Served, served, tiny
 
 ASKED: dict[str, Any] = {"prompt": "hello the", "max_tokens": 6, "ignore_eos": True}
 
@@ -90,6 +96,102 @@ def test_names_of_vllm_say_the_same() -> None:
         "vllm:request_params_max_tokens_bucket",
     }
     assert total(found, "vllm:request_success_total", finished_reason="length") == 2
+
+
+# --- what the engine counts -----------------------------------------------------------------------
+
+COUNTED = {
+    "num_preemptions_total": "preemptions",
+    "spec_decode_num_draft_tokens_total": "drafted",
+    "spec_decode_num_accepted_tokens_total": "accepted",
+}
+
+
+@contextmanager
+def crowded(limits: EngineLimits) -> Iterator[tuple[Served, MortalMooring, list[HostedModel]]]:
+    """A server with its engines, the last one last."""
+    engines: list[HostedModel] = []
+
+    def models() -> dict[str, HostedModel]:
+        engines.append(HostedModel(tiny(), TOKENIZER, limits, trials=TRIALS))
+        return {"tiny": engines[-1]}
+
+    settings = FrontSettings(vllm_metrics=True)
+    mooring = MortalMooring(models, limits)
+    with served(mooring, settings) as server:
+        yield server, mooring, engines
+
+
+def counts_of(engine: HostedModel) -> dict[str, int]:
+    """What the engine itself has counted."""
+    every = [one.engine.counts for one in engine.desk.drivers]
+    return {name: sum(getattr(one, own) for one in every) for name, own in COUNTED.items()}
+
+
+def counted(server: Served) -> dict[str, float]:
+    """What the server says of that, by both names."""
+    found = read(server)
+    ours = {name: total(found, f"everystep_{name}", model_name="tiny") for name in COUNTED}
+    assert ours == {name: total(found, f"vllm:{name}", model_name="tiny") for name in COUNTED}
+    return ours
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_drafts_and_preemptions_are_those_of_the_engine() -> None:
+    limits = EngineLimits(max_rows=16, max_positions=120)
+    drafted = {"prompt": "the hello the hello", "max_tokens": 40, "ignore_eos": True}
+    drafted |= {"prompt_lookup_num_tokens": 3, "logit_bias": {"90": 50.0}}  # says one token only
+    with crowded(limits) as (server, mooring, engines):
+        first = server.completion(**drafted, return_token_ids=True)["choices"][0]["token_ids"]
+        alone = counts_of(engines[0])
+        steps = [one.engine.counts.steps for one in engines[0].desk.drivers]
+        assert alone["spec_decode_num_accepted_tokens_total"] == len(first) - sum(steps) > 0
+        assert alone["num_preemptions_total"] == 0
+        until(lambda: counted(server) == alone)
+        bodies = [{**ASKED, "max_tokens": 60, "prompt": "hello " * n} for n in (1, 3, 5, 7)]
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda body: server.completion(**body), bodies))
+        before = counts_of(engines[0])
+        assert before["num_preemptions_total"] > 0
+        until(lambda: counted(server) == before)
+        mooring.die()
+        mooring.let.set()
+        until(lambda: len(engines) == 2 and server.front.link.ready)
+        server.completion(**drafted)
+        own = counts_of(engines[1])
+        assert own["num_preemptions_total"] == 0, "the next engine begins at nothing"
+        assert own["spec_decode_num_accepted_tokens_total"] > 0
+        until(lambda: counted(server) == {name: before[name] + own[name] for name in COUNTED})
+
+
+@pytest.mark.parametrize(("positions", "parts"), [(None, 2 / 16), (4000, None)])
+def test_the_use_of_the_cache_is_told(positions: int | None, parts: float | None) -> None:
+    with crowded(EngineLimits(max_rows=16, max_positions=positions)) as (server, _, _):
+
+        def usage() -> float:
+            found = read(server)
+            ours = total(found, "everystep_kv_cache_usage_perc", model_name="tiny")
+            assert ours == total(found, "vllm:kv_cache_usage_perc", model_name="tiny")
+            return ours
+
+        server.completion(**ASKED)
+        body = {**ASKED, "max_tokens": 3900, "n": 2, "temperature": 1.0, "stream": True}
+        with server.client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()  # which ends the stream when nobody has it any more
+            next(lines)
+            until(lambda: usage() > 0)
+            seen = usage()
+            if parts is not None:
+                assert seen == parts, "two rows of sixteen"
+            else:
+                assert 0 < seen <= 1
+        until(lambda: usage() == 0)
 
 
 def test_models_that_nobody_has_make_no_series(server: Served) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
+import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
-from everystep.server.request_log import LogObjects
+from everystep.server.request_log import LogObjects, LogWriter, lost_lines
+from tests.cli.running import everystep
 from tests.server.programs import program
-from tests.server.serving import served
+from tests.server.serving import TOKENIZER, served, tiny
 
 CANARY = "CANARY7391"
 
@@ -100,3 +106,51 @@ def test_an_error_in_a_stream_is_in_the_line_of_its_request(caplog: Any) -> None
     (line,) = [one for one in caplog.records if one.name == "everystep.server.requests"]
     assert line.getMessage().endswith(" ended with 503") and " 200 " in line.getMessage()
     assert CANARY not in caplog.text
+
+
+# --- a reader who takes nothing -------------------------------------------------------------------
+
+
+def record(text: str) -> logging.LogRecord:
+    return logging.LogRecord("everystep", logging.INFO, "", 0, text, None, None)
+
+
+def test_lines_that_nobody_takes_are_counted_and_keep_nobody_waiting() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream, os.fdopen(reading) as taken:
+        os.set_blocking(reading, True)
+        writer = LogWriter(stream, most=50)
+        sent, size = 2000, 200  # bytes, far more than a pipe has room for
+        for number in range(sent):
+            writer.emit(record(f"{number:<{size - 1}}"))
+        assert writer.lost > 0 and lost_lines() == 0, "it is no handler of the log"
+        lost, lines = writer.lost, list[str]()
+        writer.emit(record("first"))  # or is lost too, where nothing was taken yet
+        while not lines or lines[-1] != "again\n":
+            lines.append(taken.readline())
+            if writer.lost + len(lines) > sent:
+                writer.emit(record("again"))
+        told = [int(one.split()[0]) for one in lines if "lines of the log are missing" in one]
+        numbers = [int(one) for one in lines if one.strip().isdigit()]
+        assert numbers == sorted(numbers) and len({*numbers}) == sent - lost
+        assert sum(told) == writer.lost >= lost, "each that is missing is told once"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a pipe is made small")
+def test_a_server_goes_on_where_nobody_reads_its_log(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path / "tiny")
+    TOKENIZER.save_pretrained(tmp_path / "tiny")
+    command = everystep("serve", str(tmp_path / "tiny"), "--port", "0", "--threads", "1")
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as running:
+        assert running.stdout is not None and running.stderr is not None
+        fcntl.fcntl(running.stderr.fileno(), fcntl.F_SETPIPE_SZ, 4096)
+        url = running.stdout.readline().split()[-1]
+        with httpx.Client(base_url=url, timeout=20) as client:
+            for number in range(100):  # lines of some 150 bytes
+                assert client.get("/v1/models").status_code == 200, number
+            asked = {"prompt": "hello", "max_tokens": 3}
+            assert client.post("/v1/completions", json=asked).status_code == 200
+            assert "everystep_log_lines_lost 0.0" in client.get("/metrics").text
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == 0, "its end does not wait for the reader either"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import ssl
 import subprocess
 from pathlib import Path
@@ -75,3 +76,22 @@ def test_a_socket_that_a_killed_server_left_is_no_obstacle_and_a_file_is(tmp_pat
     with pytest.raises(EverystepError, match="address"):
         listening_socket(ServeSettings(uds=str(path)))
     assert path.read_text() == "mine"
+
+
+def test_the_path_of_a_running_server_is_not_taken_by_another_start(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with listening_socket(ServeSettings(uds=str(path))) as running:
+        place = path.stat().st_ino
+        for _ in range(3):
+            with pytest.raises(EverystepError, match="a server listens there"):
+                listening_socket(ServeSettings(uds=str(path)))
+        assert path.stat().st_ino == place
+        with socket.socket(socket.AF_UNIX) as one:  # those that looked have gone
+            one.connect(str(path))
+            taken = [running.accept()[0] for _ in range(4)]
+            assert taken[-1].send(b"x") == 1 and one.recv(1) == b"x"
+        for each in taken:
+            each.close()
+    assert path.is_socket(), "which has ended, and left it there"
+    with listening_socket(ServeSettings(uds=str(path))), socket.socket(socket.AF_UNIX) as one:
+        one.connect(str(path))

@@ -123,3 +123,11 @@ def test_open_webui_s_calls_are_answered(server: Served, tmp_path: Path) -> None
     """As `scripts/clients` asks them of the default model."""
     (client,) = [one for one in CLIENTS if not one.pins]
     client.require_shown(server.url, tmp_path)
+
+
+def test_calls_have_the_ids_that_the_seed_of_their_answer_gives(server: Served) -> None:
+    chat = "/v1/chat/completions"
+    together = server.post(chat, **FORCED, seed=[3, 8]).json()["choices"]
+    alone = [server.post(chat, **FORCED, seed=seed).json()["choices"][0] for seed in (3, 8)]
+    assert [one["message"] for one in together] == [one["message"] for one in alone]
+    assert together[0]["message"]["tool_calls"] != together[1]["message"]["tool_calls"]

@@ -300,3 +300,15 @@ def test_what_shows_how_it_goes(server: Served) -> None:
     assert 'everystep_generation_tokens_total{model_name="tiny"}' in text
     assert 'everystep_http_responses_total{status="200"}' in text
     assert 'everystep_num_requests_running{model_name="tiny"} 0.0' in text
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/a%0ab", "/%0a", "/v1/models/a%0ab", "/v1/files/a%0a%0ab/content", "/a%0d%0ab/", "/x%0a/"],
+)
+def test_a_path_with_a_line_break_is_told_as_any_other(server: Served, path: str) -> None:
+    for method in ("GET", "POST", "DELETE"):
+        answer = server.client.request(method, path)
+        assert answer.status_code == 404, (method, answer.status_code)
+        assert answer.json()["error"]["type"] == "not_found_error", answer.text
+        assert answer.headers["x-request-id"] and "location" not in answer.headers

@@ -132,6 +132,14 @@ def serve(
         float | None,
         typer.Option(metavar="S", help="Seconds for a request.", rich_help_panel=_load),
     ] = None,
+    idle_minutes: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N",
+            help="Put a model away that nobody asked for so long.",
+            rich_help_panel=_load,
+        ),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Of the engine.", rich_help_panel=_load)
     ] = None,
@@ -213,6 +221,7 @@ def serve(
         "max_rows": max_rows,
         "max_waiting": max_waiting,
         "deadline": deadline,
+        "idle_minutes": idle_minutes,
         "threads": threads,
         "files": None if files is None else str(files),
         "vllm_metrics": vllm_metrics or None,

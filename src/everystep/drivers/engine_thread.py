@@ -367,7 +367,12 @@ class Desk:
     @property
     def steps_under_way(self) -> list[int | None]:
         """The number of the step that each thread takes now, None between two."""
-        return [one.driver.step_under_way for one in list(self._threads.values())]
+        return [one.step_under_way for one in self.drivers]
+
+    @property
+    def drivers(self) -> list[Driver]:
+        """What drives the engines that there are."""
+        return list(self._threads)
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ class Continuous:
     they share takes nothing of a step. A group that an interrupt left in both queues runs. `aside`:
     groups that were set aside, which feed nothing; they keep their rows until others need them.
     `served[id(group)]`: the last step in which the group fed, or else the one in which it was
-    admitted.
+    admitted. `planned`: the room that the last step left, None before the first.
     """
 
     token_budget: int = 2048
@@ -105,6 +105,7 @@ class Continuous:
     steps: int = 0
     served: dict[int, int] = field(default_factory=dict)
     reuse: Reuse = field(default_factory=Reuse)
+    planned: Room | None = None
 
     @property
     def room(self) -> Room:
@@ -153,6 +154,7 @@ class Continuous:
         for group in self.running:
             self.served.setdefault(id(group), self.steps)
         left, room = self.token_budget, self.room
+        self.planned = room
         grants = []
         for group in sorted(self.running, key=self._turn):
             if join is not None and not join(group, self.running, room):

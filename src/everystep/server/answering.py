@@ -264,8 +264,9 @@ class WholeAnswer:
         place = number * wanted.n
         first = message.results[0]
         self._clock.note(message)
-        self.usage.prompt += first.prompt_tokens
-        self.usage.cached += first.cached_tokens
+        if wanted.is_first(number):
+            self.usage.prompt += first.prompt_tokens
+            self.usage.cached += first.cached_tokens
         known, best = first.known_prompt, wanted.prompt_logprobs
         self._of_prompt = None
         if known is not None and best is not None:
@@ -292,7 +293,7 @@ class WholeAnswer:
         wanted = self._wanted
         tokens = [] if wanted.nothing else one.tokens
         self.usage.completion += len(tokens)
-        text = shown_text(wanted, tokens)
+        text = shown_text(wanted, _spelled_ids(wanted, one) if tokens else [])
         if strings := self._strings.get(number):
             before = prompt_end(wanted, number, strings)
             text = Trimmer(tuple(strings), before).finish(text, one.matched)
@@ -304,6 +305,8 @@ class WholeAnswer:
             choice["token_ids"] = tokens
         if wanted.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self._of_prompt
+        if wanted.rivals is not None:
+            choice["explanations"] = [] if wanted.nothing else one.explanations
         if wanted.in_chat:
             message: dict[str, Json] = {"role": "assistant", "content": text, "refusal": None}
             if wanted.dialogue is not None:
@@ -334,12 +337,30 @@ class WholeAnswer:
         return self._spelled.of_completion(whole, 0)
 
 
+def kept_ids(wanted: Wanted) -> frozenset[int]:
+    """Return the special ids whose text an answer keeps."""
+    if wanted.special:
+        return frozenset(wanted.to.front.tokenizer.all_special_ids)
+    return frozenset() if wanted.dialogue is None else wanted.dialogue.kept
+
+
+def _is_bare_end(wanted: Wanted, token: int, kind: str | None, matched: str | int | None) -> bool:
+    """Return whether an id ends an answer whose text has special tokens, but not that one."""
+    return wanted.special and not wanted.keeps_end and kind == "stop" and matched == token
+
+
+def _spelled_ids(wanted: Wanted, one: Ended) -> list[int]:
+    """Return the ids that the text of an answer is made of."""
+    tokens = one.tokens
+    return tokens[:-1] if _is_bare_end(wanted, tokens[-1], one.kind, one.matched) else tokens
+
+
 def shown_text(wanted: Wanted, tokens: list[int]) -> str:
     """Return the text of an answer, with the marks by which calls and thoughts are told."""
-    tokenizer = wanted.to.front.tokenizer
-    if wanted.dialogue is None or not wanted.dialogue.kept:
+    tokenizer, kept = wanted.to.front.tokenizer, kept_ids(wanted)
+    if not kept:
         return tokenizer.decode(tokens, skip_special_tokens=True)
-    follower = follow(tokenizer, kept=wanted.dialogue.kept)
+    follower = follow(tokenizer, kept=kept)
     return follower.push(tokens) + follower.finish()
 
 
@@ -350,7 +371,8 @@ def prompt_text(wanted: Wanted) -> str:
 
 def call_key(wanted: Wanted, place: int) -> str:
     """Return what the ids of a choice's calls are made of."""
-    return f"{wanted.keywords.get('seed')}/{place}/{len(wanted.prompts[0][0])}"
+    own = 0 if wanted.seeds else place  # with a seed of its own it is as if it were alone
+    return f"{wanted.seed(place)}/{own}/{len(wanted.prompts[0][0])}"
 
 
 def called(wanted: Wanted, ended: Mapping[str, Json]) -> dict[str, Json]:
@@ -427,8 +449,7 @@ class StreamedAnswer:
 
     def begin(self, number: int, message: Begun) -> None:
         """Note which strings the texts of this prompt lose, and which marks they keep."""
-        if self._wanted.dialogue is not None:
-            self._wording.keep(str(number), self._wanted.dialogue.kept)
+        self._wording.keep(str(number), kept_ids(self._wanted))
         if message.strings:
             before = prompt_end(self._wanted, number, message.strings)
             self._wording.trim(str(number), tuple(message.strings), before)
@@ -437,7 +458,8 @@ class StreamedAnswer:
         """Yield the chunks of one row."""
         place = number * self._wanted.n + row.index
         finish = None if row.kind is None else FinishReason(row.kind, row.matched)  # type: ignore[arg-type]
-        event = Event(str(number), row.index, row.token, finish=finish)
+        bare = _is_bare_end(self._wanted, row.token, row.kind, row.matched)
+        event = Event(str(number), row.index, -1 if bare else row.token, finish=finish)
         text = self._wording(event).text or ""
         known = None
         if row.token >= 0:
@@ -456,8 +478,9 @@ class StreamedAnswer:
         """Yield what is left of this prompt, whose results are there."""
         first = message.results[0]
         self._clock.note(message)
-        self.usage.prompt += first.prompt_tokens
-        self.usage.cached += first.cached_tokens
+        if self._wanted.is_first(number):
+            self.usage.prompt += first.prompt_tokens
+            self.usage.cached += first.cached_tokens
         for i, one in enumerate(message.results):
             place = number * self._wanted.n + i
             if place not in self._ended:
@@ -535,8 +558,7 @@ class StreamedAnswer:
         return {**chunk, "usage": None} if self._wanted.usage else chunk
 
     def _usage_so_far(self) -> dict[str, Json]:
-        prompt = sum(len(ids) for ids, _ in self._wanted.prompts)
-        return replace(self.usage, prompt=prompt).shown()
+        return replace(self.usage, prompt=self._wanted.prompt_size).shown()
 
 
 class AnswerReader:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
@@ -59,7 +60,7 @@ from everystep.server.messages import Begun, Failed, Likelihoods, Over, RowNews,
 from everystep.server.metrics import RequestWatch, ServerMetrics
 from everystep.server.pictures import shows_pictures
 from everystep.server.quotas import QuotaError
-from everystep.server.request_log import METHODS, UNKNOWN, RequestLog
+from everystep.server.request_log import METHODS, UNKNOWN, RequestLog, lost_lines
 from everystep.server.responses_wire import KeptResponses, count_input_tokens
 from everystep.server.routes import (
     APPLY_TEMPLATE,
@@ -108,6 +109,8 @@ class Front:
         self.seeing = asyncio.Semaphore(1)  # around what decodes pictures and sounds
         self._created, self._began = int(time.time()), time.monotonic()
         self.application = Starlette(routes=self._routes(), middleware=self._shared())
+        self.application.router.redirect_slashes = False
+        self.application.router.default = Responder(self, _nowhere)
 
     def _shared(self) -> list[Middleware]:
         """Return what each request passes: the log, and what tells browsers that pages of the
@@ -154,8 +157,14 @@ class Front:
             get(_LOAD, self._load),
             get(_REPLICAS, self._replicas),
             *(get(path, _page) for path in PAGE_PATHS),
-            Route(_ANY, Responder(self, _nowhere), methods=[*METHODS]),
+            self._any(),
         ]
+
+    def _any(self) -> Route:
+        """Return the route of what has none, with line breaks in it too."""
+        found = Route(_ANY, Responder(self, _nowhere), methods=[*METHODS])
+        found.path_regex = re.compile(found.path_regex.pattern, re.DOTALL)
+        return found
 
     def _generating(self, service: GeneratingRoute) -> Route:
         async def answer(exchange: Exchange) -> None:
@@ -225,7 +234,7 @@ class Front:
         to = wanted.to
         head = Head(f"{service.prefix}{exchange.id}", to.name)
         most = wanted.keywords.get("max_new_tokens")
-        watch = RequestWatch(self.metrics, to.name, most, wanted.n)
+        watch = RequestWatch(self.metrics, to.name, most, wanted.answers)
 
         def over(usage: Usage) -> None:
             self.count(exchange, to, usage)
@@ -514,13 +523,16 @@ class Front:
     async def _readiness(self, exchange: Exchange) -> None:
         if self.draining or not self.link.ready:
             raise HttpError(503, "No requests are taken.", retry=5)
-        await exchange.answer({"status": "ready"})
+        await exchange.answer({"status": "ready", "models": self.link.presence.shown()})
 
     async def _metrics(self, exchange: Exchange) -> None:
         self.metrics.ready.set(self.link.ready)
         self.metrics.restarts.set(self.link.restarts)
         self.metrics.replicas.set(self.link.replicas)
         self.metrics.replica_deaths.set(self.link.replica_deaths)
+        self.metrics.tallies(self.link.tallies.shown())
+        self.metrics.log_lost.set(lost_lines())
+        self.metrics.models(self.link.presence.shown(), self.link.presence.loads)
         kind = "text/plain; version=0.0.4; charset=utf-8"
         await exchange.send(Response(self.metrics.shown(self.link.load()), media_type=kind))
 
@@ -529,7 +541,8 @@ class Front:
         told = {"ready": link.ready, "running": link.running, "waiting": link.waiting}
         spent = {"generated_tokens": link.tokens, "seconds": time.monotonic() - self._began}
         shared = {"replicas": link.replicas, "replica_deaths": link.replica_deaths}
-        await exchange.answer({**told, "rows": link.rows, **spent, **shared})
+        models = {"models": link.presence.shown()}
+        await exchange.answer({**told, "rows": link.rows, **spent, **shared, **models})
 
     async def _replicas(self, exchange: Exchange) -> None:
         link = self.link
@@ -583,7 +596,7 @@ class Responder:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(self._front.settings, self._form, scope, receive, send)
-        exchange.line.route = self._route_of(scope)
+        exchange.line.route = UNKNOWN if "\n" in scope["path"] else self._route_of(scope)
         self._front.open += 1
         try:
             await self._race(exchange)
@@ -617,7 +630,9 @@ class Responder:
             await self._answer_or_leave(exchange)
 
     async def _answer_or_leave(self, exchange: Exchange) -> None:
-        working = asyncio.ensure_future(self._answer(exchange))
+        # The pattern of a path fits it with a line break at its end too.
+        answer = _nowhere if "\n" in exchange.request.scope["path"] else self._answer
+        working = asyncio.ensure_future(answer(exchange))
         leaving = asyncio.create_task(exchange.left.wait())
         try:
             await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)

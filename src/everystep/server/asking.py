@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 import secrets
 from collections.abc import Mapping
@@ -39,9 +40,15 @@ _DIALOGUE = (
     *("tools", "tool_choice", "parallel_tool_calls"),
     *("enable_thinking", "thinking_budget"),
 )
+_THINKING = ("enable_thinking", "thinking")
+_SET_HERE = frozenset(inspect.signature(Tokenizer.apply_chat_template).parameters) | {"messages"}
+"""Names that the chat template is given beside the variables of a request."""
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 _WIDE = 256
 """Log-probabilities of prompts from which on an answer is written down in a thread."""
+_MOST_EXPLAINED = 1024
+"""Tokens of a prompt's answers that are explained at most: for each a step is taken again."""
+_ONE_OUT = "Leave one of them out"
 _USUAL_TOKENS = 16
 """Tokens of a completion that names no length, as OpenAI has it."""
 
@@ -115,6 +122,9 @@ class Wanted:
     or keeps. `pools`: how hidden states become vectors, where these are wanted. `priority`: a lower
     one comes first. `pictures`: those that stand in the one prompt. `counts`: each chunk of a
     stream says how many tokens there are so far. `timings`: the answer says how long it took.
+    `seeds`: one for each answer to a prompt, which then stands among the prompts as often, empty
+    where all come of one. `special`: texts have special tokens too, and with `keeps_end` the id
+    that ends one. `rivals`: how many are told in the explanation of a token, None for none.
     """
 
     to: Addressee
@@ -139,6 +149,29 @@ class Wanted:
     counts: bool = False
     prompt_logprobs: int | None = None
     timings: bool = False
+    seeds: tuple[int, ...] = ()
+    special: bool = False
+    keeps_end: bool = False
+    rivals: int | None = None
+
+    @property
+    def answers(self) -> int:
+        """The number of answers to each prompt that was sent."""
+        return self.n * max(1, len(self.seeds))
+
+    @property
+    def prompt_size(self) -> int:
+        """The number of ids of the prompts that were sent."""
+        return sum(len(ids) for ids, _ in self.prompts[:: max(1, len(self.seeds))])
+
+    def is_first(self, number: int) -> bool:
+        """Return whether this prompt is the first, or the only, of those that stand for one."""
+        return number % max(1, len(self.seeds)) == 0
+
+    def seed(self, number: int) -> int:
+        """Return the seed of a prompt's draws."""
+        known = self.seeds or (self.keywords.get("seed", 0),)
+        return int(known[number % len(known)])
 
     @property
     def is_wide(self) -> bool:
@@ -156,19 +189,22 @@ class Wanted:
 
     def asks(self, numbers: list[int]) -> list[Ask]:
         """Return what is asked of the engine, an ask per prompt."""
-        pairs = zip(numbers, self.prompts, strict=True)
-        known, chat, stream = dict(self.keywords), self.in_chat, self.stream
+        chat, stream = self.in_chat, self.stream
         kept = None if self.pools is not None else calling().records
         beside: Any = {"pools": self.pools, "pictures": list(self.pictures)}
-        beside["owner"] = calling().flow
+        beside |= {"owner": calling().flow, "rivals": self.rivals}
         return [
             Ask(
-                *(n, self.to.model, ids, known, chat, stream),
+                *(number, self.to.model, ids, self._known(place), chat, stream),
                 **beside,
                 record=None if kept is None else kept.another(),
             )
-            for n, (ids, _) in pairs
+            for place, (number, (ids, _)) in enumerate(zip(numbers, self.prompts, strict=True))
         ]
+
+    def _known(self, place: int) -> dict[str, Json]:
+        """Return the keywords of a prompt."""
+        return {**self.keywords, "seed": self.seed(place)} if self.seeds else {**self.keywords}
 
     def respelled(self, text: str) -> str:
         """Return an error's text with fields named as the request named them."""
@@ -260,6 +296,8 @@ def read_chat(
         keywords["logprobs"] = best
     prompts: tuple[tuple[list[int], str], ...] = ((conversation.ids, ""),)
     wanted = _wanted(given, to, prompts, keywords, renamed, best, in_chat=True, fits=fits)
+    if conversation.pictures and wanted.rivals is not None:
+        raise UnsupportedError("explain is for answers about texts", do="Leave explain out")
     return replace(wanted, dialogue=dialogue, pictures=conversation.pictures)
 
 
@@ -274,22 +312,53 @@ class ReadMessages:
 
 def read_messages(given: Mapping[str, Json], to: Addressee) -> ReadMessages:
     """Return what the messages of a body are."""
-    begins, continues, dialogue = _asked_of_template(given, to)
+    asked = _asked_of_template(given, to)
     front = to.front
     own = given["messages"], front.tokenizer, front.pictures
     messages, pictures = with_scaled(*own, sees=to.facts.sees)
-    ids = render(messages, front, begins=begins, continues=continues, dialogue=dialogue)
-    return ReadMessages(ids, dialogue, tuple(pictures))
+    rendered = _rendered(messages, front, asked, tokenize=True, return_dict=False)
+    return ReadMessages(list(rendered), asked.dialogue, tuple(pictures))
 
 
-def _asked_of_template(
-    given: Mapping[str, Json], to: Addressee
-) -> tuple[bool, bool, Dialogue | None]:
-    """Return whether the answer is begun, whether the last message stays open, and the dialogue."""
+@dataclass(frozen=True, slots=True)
+class _TemplateAsked:
+    """The wishes of a body for the chat template: whether the answer is begun, whether the last
+    message stays open, the dialogue, and further variables."""
+
+    begins: bool
+    continues: bool = False
+    dialogue: Dialogue | None = None
+    variables: Mapping[str, Json] = field(default_factory=dict)
+
+
+def _asked_of_template(given: Mapping[str, Json], to: Addressee) -> _TemplateAsked:
+    """Return what a body asks of the chat template."""
     continues = bool(given.get("continue_final_message"))
     begins = bool(given.get("add_generation_prompt", not continues))
-    dialogue = read_dialogue(to.front.tokenizer, *(given.get(name) for name in _DIALOGUE))
-    return begins, continues, dialogue
+    variables = dict(given.get("chat_template_kwargs") or {})
+    _require_own(variables, to.front.tokenizer)
+    known = {**given}
+    for name in [one for one in _THINKING if one in variables]:  # fields of ours by other names
+        value = variables.pop(name)
+        if known.setdefault("enable_thinking", value) is not value:
+            what = f"chat_template_kwargs.{name} contradicts enable_thinking"
+            raise RequestError(what, do=_ONE_OUT)
+        if type(value) is not bool:
+            what = f"chat_template_kwargs.{name} is impossible"
+            raise RequestError(what, wanted=FLAG.wanted, got=shown(value)[:40])
+    dialogue = read_dialogue(to.front.tokenizer, *(known.get(name) for name in _DIALOGUE))
+    return _TemplateAsked(begins, continues, dialogue, variables)
+
+
+def _require_own(variables: Mapping[str, Json], tokenizer: Tokenizer) -> None:
+    """Raise RequestError for a variable of the chat template that is not the client's to set."""
+    for name in variables:
+        if name in _SET_HERE:
+            what = f"chat_template_kwargs.{name[:80]} is set by another field"
+            raise RequestError(what, do="Leave it out, and set that field where there is one")
+        if name in tokenizer.special_tokens_map:
+            what = f"chat_template_kwargs.{name[:80]} is the tokenizer's own"
+            raise RequestError(what, do="Leave it out")
 
 
 def _wanted(
@@ -310,13 +379,15 @@ def _wanted(
         raise RequestError("stream_options are for streams", do="Set stream, or leave them out")
     told = _stream_options(options or {})
     if stream and given.get("prompt_logprobs") is not None:
-        raise _untold_in_streams("stream and prompt_logprobs", "Leave one of them out")
+        raise _untold_in_streams("stream and prompt_logprobs", _ONE_OUT)
     vocabulary = to.facts.vocabulary
     for ids, _ in prompts:
         if any(one >= vocabulary for one in ids):
             raise RequestError(
                 "the prompt has ids beyond the vocabulary", wanted=f"0 to {vocabulary - 1}"
             )
+    keywords, seeds = _with_seeds(keywords)
+    prompts = tuple(one for one in prompts for _ in range(max(1, len(seeds))))
     n = int(keywords.get("num_return_sequences") or keywords.get("n_best") or 1)
     longest = max(len(ids) for ids, _ in prompts)
     within = _within_context(keywords, longest, to.facts.context, fits)
@@ -338,7 +409,43 @@ def _wanted(
         counts=told.get("continuous_usage_stats", False),
         prompt_logprobs=given.get("prompt_logprobs"),
         timings=bool(given.get("timings")),
+        seeds=seeds,
+        special=given.get("skip_special_tokens") is False,
+        keeps_end=bool(given.get("include_stop_str_in_output")),
+        rivals=_rivals(given, within, n * max(1, len(seeds))),
     )
+
+
+def _with_seeds(keywords: Mapping[str, Json]) -> tuple[Mapping[str, Json], tuple[int, ...]]:
+    """Return the keywords of one answer, and the seeds of the answers where each has its own;
+    RequestError for other than a seed for each."""
+    seed = keywords.get("seed")
+    if not isinstance(seed, list):
+        return keywords, ()
+    n = keywords.get("num_return_sequences", len(seed))
+    if n != len(seed) or "n_best" in keywords:
+        wanted, got = f"{n} of them, one for each of n answers", f"{len(seed)} seeds"
+        raise RequestError("seed has another number of seeds than answers", wanted=wanted, got=got)
+    rest = {name: one for name, one in keywords.items() if name != "num_return_sequences"}
+    return {**rest, "seed": seed[0]}, tuple(seed)
+
+
+def _rivals(given: Mapping[str, Json], keywords: Mapping[str, Json], answers: int) -> int | None:
+    """Return how many rivals each token's explanation has, None where none is asked for."""
+    asked = given.get("explain")
+    if asked is None or asked is False:
+        return None
+    if given.get("stream"):
+        raise RequestError("a stream has no explanations", got="stream and explain", do=_ONE_OUT)
+    most = answers * int(keywords.get("max_new_tokens") or _MOST_EXPLAINED)
+    if most > _MOST_EXPLAINED:
+        raise RequestError(
+            "explain is for few tokens",
+            wanted=f"at most {_MOST_EXPLAINED} in all answers to a prompt",
+            got=f"{answers} of up to {most // answers}",
+            do="Ask for fewer tokens",
+        )
+    return 5 if asked is True else int(asked)
 
 
 def _untold_in_streams(got: str, do: str) -> RequestError:
@@ -397,40 +504,35 @@ def _ids(prompt: str | list[int], to: Addressee) -> tuple[list[int], str]:
     return ids, prompt
 
 
-def render(
-    messages: list[Json],
-    front: FrontModel,
-    *,
-    begins: bool,
-    continues: bool = False,
-    dialogue: Dialogue | None = None,
-) -> list[int]:
+def render(messages: list[Json], front: FrontModel, *, begins: bool) -> list[int]:
     """Return the ids of a conversation; RequestError for a message that cannot be read."""
-    asked = {"add_generation_prompt": begins, "continue_final_message": continues}
-    return list(_rendered(messages, front, dialogue, tokenize=True, return_dict=False, **asked))
+    asked = _TemplateAsked(begins)
+    return list(_rendered(messages, front, asked, tokenize=True, return_dict=False))
 
 
-def _rendered(
-    messages: list[Json], front: FrontModel, dialogue: Dialogue | None, **asked: bool
-) -> Any:
+def _rendered(messages: list[Json], front: FrontModel, asked: _TemplateAsked, **form: bool) -> Any:
     """Return what the chat template makes of a conversation."""
     for number, message in enumerate(messages):
         _require_message(message, f"messages[{number}]")
     if front.tokenizer.chat_template is None:
         raise TokenizerError("the model has no chat template", do="Ask /v1/completions instead")
-    begun = front.chat.begun(_flat(messages, front.tokenizer))
-    told: dict[str, Any] = {**({} if dialogue is None else dialogue.template), **asked}
+    begun, dialogue = front.chat.begun(_flat(messages, front.tokenizer)), asked.dialogue
+    told: dict[str, Any] = {**asked.variables, **({} if dialogue is None else dialogue.template)}
+    told |= {"add_generation_prompt": asked.begins, "continue_final_message": asked.continues}
+    told |= form
     turns = begun if dialogue is None else dialogue.messages(begun)
-    return front.tokenizer.apply_chat_template(turns, **told)
+    try:
+        return front.tokenizer.apply_chat_template(turns, **told)
+    except UnknownArgumentError as error:
+        raise UnknownArgumentError(f"chat_template_kwargs: {error}") from error
 
 
 def rendered_text(given: Mapping[str, Json], to: Addressee) -> str:
     """Return the text of a conversation, as the chat template writes it."""
-    begins, continues, dialogue = _asked_of_template(given, to)
-    asked = {"add_generation_prompt": begins, "continue_final_message": continues}
+    asked = _asked_of_template(given, to)
     own = given["messages"], to.front.tokenizer, to.front.pictures
     messages, _ = with_scaled(*own, sees=to.facts.sees)
-    return str(_rendered(messages, to.front, dialogue, tokenize=False, **asked))
+    return str(_rendered(messages, to.front, asked, tokenize=False))
 
 
 def _flat(messages: list[Json], tokenizer: Tokenizer) -> list[Json]:
@@ -532,7 +634,7 @@ def _keywords(
             continue
         if keyword in found:
             raise RequestError(f"{name} and {keyword} are the same", do="Leave one of them out")
-        if name != "n" or value > 1:
+        if name != "n" or value > 1 or isinstance(found.get("seed"), list):
             found[keyword], renamed[keyword] = value, name
     if "stop_strings" in found and not given.get("include_stop_str_in_output"):
         found["trim_stop_strings"] = True

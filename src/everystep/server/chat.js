@@ -172,9 +172,22 @@
     at("model").replaceChildren(...data.map((one) => make("option", {}, one.id)));
     at("models").replaceChildren(
       ...data.map((one) =>
-        make("tr", {}, ...[one.id, one.max_model_len, one.parent].map((text) => make("td", {}, String(text ?? "")))),
+        make(
+          "tr",
+          {},
+          ...[one.id, one.max_model_len, one.parent].map((text) => make("td", {}, String(text ?? ""))),
+          make("td", { class: "where", "data-model": one.parent ?? one.id }),
+        ),
       ),
     );
+  };
+
+  const WHERE = { loaded: "loaded", leaving: "being put away", away: "put away", loading: "being loaded" };
+
+  const places = (where) => {
+    for (const cell of document.querySelectorAll("#models .where")) {
+      cell.textContent = WHERE[where[cell.dataset.model]] || "";
+    }
   };
 
   const span = (seconds) => {
@@ -214,6 +227,7 @@
       before = now;
       at("load").textContent = now.ready ? parts.join(", ") : "The engine is being started.";
       if (now.ready && at("models").childElementCount === 0) await models();
+      places(now.models);
       if (now.ready && !alone) await replicas();
     } catch (error) {
       at("load").textContent = error.message;

@@ -72,8 +72,8 @@ placeholder="512"></label>
 <h2 id="models-title">Models</h2>
 <div class="wide" tabindex="0" role="region" aria-labelledby="models-title">
 <table>
-<thead><tr><th scope="col">name</th><th scope="col">context</th><th scope="col">adapter of</th></tr>
-</thead>
+<thead><tr><th scope="col">name</th><th scope="col">context</th><th scope="col">adapter of</th>
+<th scope="col">where</th></tr></thead>
 <tbody id="models"></tbody>
 </table>
 </div>

@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -19,7 +18,8 @@ from everystep.api.load import load
 from everystep.api.model import LanguageModel
 from everystep.files.sources import resolve_source
 from everystep.processors.grammars.trials import GrammarTrials
-from everystep.server.host import EngineLimits, HostedModel, serve_connection
+from everystep.server.host import EngineLimits, HostedModel, Loader, serve_connection
+from everystep.server.request_log import write_warnings
 from everystep.sounds.features import WhisperFeatureExtractor
 
 
@@ -43,23 +43,32 @@ class EngineOrders(msgspec.Struct, frozen=True):
         return EngineLimits(self.max_rows, self.token_budget, self.max_positions)
 
 
-def hosted(orders: EngineOrders) -> Mapping[str, HostedModel]:
+def hosted(orders: EngineOrders) -> dict[str, HostedModel]:
     """Return the models, loaded, with their adapters and vectors."""
-    found, trials = {}, GrammarTrials()
-    for number, (name, path) in enumerate(orders.models.items()):
+    loader = model_loader(orders)
+    return {name: loader(name) for name in orders.models}
+
+
+def model_loader(orders: EngineOrders) -> Loader:
+    """Return what loads a model by its name, the first one with the adapters and vectors."""
+    trials, first = GrammarTrials(), next(iter(orders.models))
+
+    def loaded(name: str) -> HostedModel:
+        path, is_first = orders.models[name], name == first
         model, tokenizer = load(
             path,
             quantize=orders.quantize,  # type: ignore[arg-type]  # judged where it is used
             cache_dtype=orders.cache_dtype,  # type: ignore[arg-type]
             offline=orders.offline,
         )
-        for adapter, folder in orders.adapters.items() if number == 0 else ():
+        for adapter, folder in orders.adapters.items() if is_first else ():
             model.load_adapter(Path(folder), adapter)
-        files = orders.steer if number == 0 else {}
+        files = orders.steer if is_first else {}
         vectors = {own: read_vectors(Path(file)) for own, file in files.items()}
         known = _extractor(model, path), trials, vectors
-        found[name] = HostedModel(model, tokenizer, orders.limits(), *known)
-    return found
+        return HostedModel(model, tokenizer, orders.limits(), *known)
+
+    return loaded
 
 
 def _extractor(model: LanguageModel, path: str) -> WhisperFeatureExtractor | None:
@@ -74,13 +83,16 @@ def _extractor(model: LanguageModel, path: str) -> WhisperFeatureExtractor | Non
 def main(descriptor: str, orders: str) -> None:
     """Serve the front at the other end of this descriptor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front's; it says when to end
+    write_warnings(sys.stderr)
     read = msgspec.json.decode(orders, type=EngineOrders)
     if read.threads is not None:
         import torch
 
         torch.set_num_threads(read.threads)
+    loader = model_loader(read)
     with socket.socket(fileno=int(descriptor)) as connection:
-        serve_connection(connection, hosted(read), read.limits())
+        models = {name: loader(name) for name in read.models}
+        serve_connection(connection, models, read.limits(), loader)
 
 
 if __name__ == "__main__":

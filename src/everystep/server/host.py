@@ -11,12 +11,13 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from everystep.api.model import LanguageModel
 from everystep.api.score import Score
 from everystep.api.score import score as score_texts
 from everystep.api.transcribe import transcribe, usual_extractor
+from everystep.drivers.driver import Driver
 from everystep.drivers.engine_thread import Desk, Submission
 from everystep.drivers.generated import Generated
 from everystep.drivers.session import KEPT, Session
@@ -39,6 +41,7 @@ from everystep.errors import (
     UnsupportedError,
 )
 from everystep.images import PictureTokenizer
+from everystep.memory import give_back
 from everystep.outputs import TokenLogprobs
 from everystep.processors.grammars.source import KINDS
 from everystep.processors.grammars.trials import GrammarTrials
@@ -49,10 +52,12 @@ from everystep.server.messages import (
     WINDOW,
     Alive,
     Ask,
-    AskMessage,
     Begun,
+    Bring,
     Ended,
+    EngineTally,
     Failed,
+    FrontMessage,
     HearAsk,
     HeardPart,
     HeardText,
@@ -60,18 +65,20 @@ from everystep.server.messages import (
     Likelihoods,
     ModelFacts,
     Over,
+    PutAway,
     Ready,
     RowNews,
     RunAsk,
     RunNews,
     ScoreAsk,
     ScoredTexts,
+    Stands,
     Taken,
     ToEngine,
     ToFront,
     Tokens,
-    ask_messages,
     frame,
+    front_messages,
 )
 from everystep.server.pictures import patches_of
 from everystep.server.pooling import Pooling, vector_of
@@ -134,6 +141,17 @@ class HostedModel:
         self.trials, self._owned = trials or GrammarTrials(), trials is None
         self.desk = Desk(self.session, None, self.trials)  # the front bounds how many wait
 
+    def tally(self) -> EngineTally:
+        """Return what its engines have counted, and how much of what they may use is in use."""
+        drivers = self.desk.drivers
+        counts = [one.engine.counts for one in drivers]
+        return EngineTally(
+            sum(one.preemptions for one in counts),
+            sum(one.drafted for one in counts),
+            sum(one.accepted for one in counts),
+            max(map(_usage, drivers), default=0.0),
+        )
+
     def close(self) -> None:
         """Take no more prompts and end those inside; return when no thread steps any more."""
         self.desk.join()
@@ -158,6 +176,18 @@ class HostedModel:
         )
 
 
+def _usage(driver: Driver) -> float:
+    """Return the part of an engine's rows, or bounded positions, that prompts have."""
+    scheduler = driver.engine.scheduler
+    if not isinstance(scheduler, Continuous) or (left := scheduler.planned) is None:
+        return 0.0
+    if not (scheduler.running or scheduler.aside):
+        return 0.0  # what was planned last has ended
+    if (most := scheduler.max_positions) is not None:
+        return 1.0 - left.positions / most
+    return 1.0 - left.rows / scheduler.max_rows
+
+
 @dataclass(slots=True)
 class _Under:
     """An ask under way: what was handed in, and how much of it has been told. `room`: how many
@@ -174,11 +204,21 @@ class _Under:
         return self.ask.streams and self.one.box is not None and bool(self.one.box.events)
 
 
-class EngineHost:
-    """The server of one connection to a front, until it closes."""
+Loader = Callable[[str], HostedModel]
+"""Loads a model, by its name."""
 
-    def __init__(self, models: Mapping[str, HostedModel], limits: EngineLimits) -> None:
-        self._models, self._limits = models, limits
+
+class EngineHost:
+    """The server of one connection to a front, until it closes.
+
+    `models`: the host's own from now on, as it lets go of those that are put away. `loader`: loads
+    these again; without one none is put away.
+    """
+
+    def __init__(
+        self, models: dict[str, HostedModel], limits: EngineLimits, loader: Loader | None = None
+    ) -> None:
+        self._models, self._limits, self._loader = models, limits, loader
         self._under: dict[int, _Under] = {}
         self._noticed = asyncio.Event()
         self._scoring = ThreadPoolExecutor(1, "everystep scores")
@@ -191,6 +231,8 @@ class EngineHost:
         self._seen: dict[int, asyncio.Task[None]] = {}
         self._hearing = ThreadPoolExecutor(1, "everystep hears")
         self._left: dict[int, threading.Event] = {}  # of scores and sounds, set where nobody waits
+        self._shelving = asyncio.Lock()  # around putting away and loading
+        self._shelved: set[asyncio.Task[None]] = set()
 
     async def serve(self, connection: socket.socket) -> None:
         """Answer asks until the front says so, or is gone; nothing is left inside then."""
@@ -203,7 +245,7 @@ class EngineHost:
         telling.add_done_callback(lambda _: self._writer.close())  # a defect ends the connection
         beating = asyncio.create_task(self._beat())
         try:
-            async with aclosing(ask_messages(reader)) as messages:
+            async with aclosing(front_messages(reader)) as messages:
                 async for message in messages:
                     self._take(message)
         finally:
@@ -217,14 +259,21 @@ class EngineHost:
                 pool.shutdown(wait=False, cancel_futures=True)
             for task in (*self._running.values(), *self._seen.values()):
                 task.cancel()
+            await asyncio.gather(*self._shelved, return_exceptions=True)  # a thread is in there
             await asyncio.to_thread(self._runs.close)
             await asyncio.gather(*(asyncio.to_thread(m.close) for m in self._models.values()))
             self._writer.close()
 
     # --- in ---------------------------------------------------------------------------------------
 
-    def _take(self, message: AskMessage) -> None:
+    def _take(self, message: FrontMessage) -> None:
         match message:
+            case PutAway():
+                self._shelve(self._put_away(message.model))
+            case Bring():
+                self._shelve(self._bring(message.model))
+            case Ask() | ScoreAsk() | HearAsk() | RunAsk() if self._is_away(message.model):
+                self._send(Failed(message.id, 503, "the model has been put away"))
             case Ask() if message.pictures:
                 self._begin(self._seen, message.id, self._see(message))
             case Ask():
@@ -358,6 +407,60 @@ class EngineHost:
         finally:
             self._rooms.pop(ask.id, None)
 
+    async def _explain(self, ask: Ask, over: Over) -> None:
+        """Tell the end of an ask with the reasons for each token."""
+        try:
+            found = await self._runs.explanations(ask, [one.tokens for one in over.results])
+        except Exception as error:
+            self._send(failed(ask.id, error))
+            return
+        results = [
+            msgspec.structs.replace(one, explanations=why)
+            for one, why in zip(over.results, found, strict=True)
+        ]
+        self._send(msgspec.structs.replace(over, results=results))
+
+    # --- models that nobody asks for --------------------------------------------------------------
+
+    def _is_away(self, model: str) -> bool:
+        return model != "" and model not in self._models
+
+    def _shelve(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._shelved.add(task)
+        task.add_done_callback(self._shelved.discard)
+
+    async def _put_away(self, name: str) -> None:
+        """Let go of a model, unless a run of it is open, or nothing could load it again."""
+        async with self._shelving:
+            hosted = self._models.get(name)
+            if hosted is None or self._loader is None or not self._runs.forget(name):
+                facts = None if hosted is None else hosted.facts(name)
+                self._send(Stands(name, facts))
+                return
+            del self._models[name]
+            await asyncio.to_thread(hosted.close)
+            del hosted  # the last that held it
+            await asyncio.to_thread(give_back)
+            log.info("the model %s has been put away", name)
+            self._send(Stands(name))
+
+    async def _bring(self, name: str) -> None:
+        """Load a model that was put away."""
+        async with self._shelving:
+            error = None
+            try:
+                if name not in self._models and self._loader is not None:
+                    hosted = await asyncio.to_thread(self._loader, name)
+                    own = (hosted.model, hosted.tokenizer)
+                    self._models[name] = hosted
+                    self._runs.know(name, own, hosted.steering)
+            except Exception as caught:  # whatever it is, those who wait have to be told
+                log.error("the model %s cannot be loaded again", name, exc_info=caught)
+                error = "the model cannot be loaded again; the log has more"
+            found = self._models.get(name)
+            self._send(Stands(name, None if found is None else found.facts(name), error))
+
     # --- out --------------------------------------------------------------------------------------
 
     async def _tell(self) -> None:
@@ -365,28 +468,37 @@ class EngineHost:
         while True:
             await self._noticed.wait()
             self._noticed.clear()
-            rows: list[RowNews] = []
-            over: list[ToFront] = []
-            for id, under in list(self._under.items()):
-                ended = under.one.over  # asked first, since the last event comes before it
-                rows += self._news(id, under)
-                if ended and not under.holds_back:
-                    del self._under[id]
-                    over.append(_outcome(under.ask, under.one))
-            if rows:
-                self._send(Tokens(rows))
-            for message in over:
+            for message in self._new():
                 self._send(message)
             await self._writer.drain()
+
+    def _new(self) -> list[ToFront]:
+        """Return what is new of all asks."""
+        rows: list[RowNews] = []
+        over: list[ToFront] = []
+        for id, under in list(self._under.items()):
+            ended = under.one.over  # asked first, since the last event comes before it
+            rows += self._news(id, under)
+            if ended and not under.holds_back:
+                del self._under[id]
+                outcome = _outcome(under.ask, under.one)
+                if under.ask.rivals is not None and isinstance(outcome, Over):
+                    self._begin(self._running, id, self._explain(under.ask, outcome))
+                else:
+                    over.append(outcome)
+        return [Tokens(rows), *over] if rows else over
 
     async def _beat(self) -> None:
         """Say again and again that the process runs, and which steps it takes."""
         while True:
             await asyncio.sleep(BEAT)
-            steps = [self._runs.step_under_way]
-            for one in self._models.values():
-                steps += one.desk.steps_under_way
-            self._send(Alive([-1 if step is None else step for step in steps]))
+            tallies = {name: one.tally() for name, one in self._models.items()}
+            self._send(Alive([-1 if step is None else step for step in self._steps()], tallies))
+
+    def _steps(self) -> list[int | None]:
+        """Return the number of the step that each thread takes now, None between two."""
+        desks = [one.desk for one in self._models.values()]
+        return [self._runs.step_under_way, *(step for d in desks for step in d.steps_under_way)]
 
     def _news(self, id: int, under: _Under) -> list[RowNews]:
         box = under.one.box
@@ -408,10 +520,13 @@ class EngineHost:
 
 
 def serve_connection(
-    connection: socket.socket, models: Mapping[str, HostedModel], limits: EngineLimits
+    connection: socket.socket,
+    models: dict[str, HostedModel],
+    limits: EngineLimits,
+    loader: Loader | None = None,
 ) -> None:
     """Answer a front's asks, in the thread that calls this, until it closes."""
-    asyncio.run(EngineHost(models, limits).serve(connection))
+    asyncio.run(EngineHost(models, limits, loader).serve(connection))
 
 
 def _strings(one: Submission) -> list[str]:
@@ -539,4 +654,4 @@ def failed(id: int, error: Exception) -> Failed:
     return Failed(id, status, str(error)[:2000] or type(error).__name__)
 
 
-__all__ = ["EngineHost", "EngineLimits", "HostedModel", "ToEngine", "serve_connection"]
+__all__ = ["EngineHost", "EngineLimits", "HostedModel", "Loader", "ToEngine", "serve_connection"]

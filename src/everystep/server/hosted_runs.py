@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,13 +32,14 @@ from everystep.runs.run import Run
 from everystep.runs.saved import RunState, read_run
 from everystep.runs.steps import Step
 from everystep.server.fields import GENERATE, Json
-from everystep.server.messages import RunAsk, RunNews, RunOver
+from everystep.server.messages import Ask, RunAsk, RunNews, RunOver
 from everystep.server.wire_keywords import Vectors, as_keywords, require_bounded
 from everystep.text import Tokenizer
 from everystep.types import FinishReason
 
 Part = RunNews | RunOver | None
 """The news after a part of the work; None where there is nothing to tell yet."""
+P = TypeVar("P")
 _BESIDE = ("trim_stop_strings", "adapter_names", "seed")
 """Keywords of a saved run that have other names on the wire."""
 
@@ -53,7 +54,7 @@ class HostedRuns:
         trials: GrammarTrials,
         steering: Mapping[str, Mapping[str, Vectors]],
     ) -> None:
-        self._models, self._trials, self._steering = models, trials, steering
+        self._models, self._steering, self._trials = {**models}, {**steering}, trials
         self._runs: dict[str, Run] = {}
         self._of_model: dict[str, str] = {}  # the names of runs and of their models
         self._compiling = FairReaders(2, "everystep compiles grammars of runs")
@@ -76,6 +77,20 @@ class HostedRuns:
             "cancel": self._cancel,
         }
 
+    def know(
+        self, name: str, model: tuple[LanguageModel, Tokenizer], steering: Mapping[str, Vectors]
+    ) -> None:
+        """Take runs of a model from now on."""
+        self._models[name], self._steering[name] = model, steering
+
+    def forget(self, model: str) -> bool:
+        """Let go of a model; return False where a run of it is open."""
+        if model in self._of_model.values():
+            return False
+        self._models.pop(model, None)
+        self._steering.pop(model, None)
+        return True
+
     async def carry_out(self, ask: RunAsk) -> AsyncGenerator[RunNews | RunOver, None]:
         """Yield what becomes of an ask, `RunOver` last."""
         loop, parts = asyncio.get_running_loop(), self._verbs[ask.verb](ask)
@@ -87,6 +102,48 @@ class HostedRuns:
                 yield part
             if isinstance(part, RunOver):
                 return
+
+    async def explanations(
+        self, ask: Ask, told: Sequence[list[int]]
+    ) -> list[list[dict[str, Json]]]:
+        """Return the reasons for each token of an ask's answers, which were these.
+
+        They are a run's, which is opened for that and taken to its end.
+        """
+        loop, parts = asyncio.get_running_loop(), self._explain_all(ask, told)
+        while (part := await loop.run_in_executor(self._thread, self._next, parts)) is None:
+            pass
+        return part
+
+    def _explain_all(
+        self, ask: Ask, told: Sequence[list[int]]
+    ) -> Iterator[list[list[dict[str, Json]]] | None]:
+        model, tokenizer = self._models[ask.model]
+        keywords = as_keywords(ask.keywords, self._steering[ask.model])
+        seed: Any = keywords.pop("seed")
+        keywords.pop("timeout", None)  # which has not passed, and is none of a run's
+        chat = model.chat_defaults if ask.in_chat else None
+        run = Run.begun(model, tokenizer, ask.prompt, Asked(keywords, seed, chat))
+        try:
+            for _ in run:
+                yield None
+            result = run.result()
+            results = result if isinstance(result, list) else [result]
+            if [[*one.tokens] for one in results] != [*told]:
+                what = (
+                    "explain needs an answer that is the same each time, and a clock ends this one"
+                )
+                raise RequestError(what, do="Leave max_time out")
+            found: list[list[dict[str, Json]]] = []
+            for index, tokens in enumerate(told):
+                found.append([])
+                for position in range(len(tokens)):
+                    yield None
+                    why = run.explain(position, ask.rivals or 0, index)
+                    found[-1].append(shown_explanation(why))
+            yield found
+        finally:
+            run.cancel()
 
     @property
     def step_under_way(self) -> int | None:
@@ -106,7 +163,7 @@ class HostedRuns:
             for keywords in asked:
                 compile_asked(keywords, tokenizer, model.vocab_size)
 
-    def _next(self, parts: Iterator[Part]) -> Part:
+    def _next(self, parts: Iterator[P]) -> P:
         self._part += 1
         self._working = True
         try:
@@ -139,10 +196,10 @@ class HostedRuns:
             keywords["record"] = ask.record.writer()
         chat = model.chat_defaults if given["in_chat"] else None
         run = Run.begun(model, tokenizer, given["prompt"], Asked(keywords, seed, chat))
-        self._know(ask.run, run, given["model"])
+        self._keep(ask.run, run, given["model"])
         yield RunOver(ask.id, state(run))
 
-    def _know(self, name: str, run: Run, model: str) -> None:
+    def _keep(self, name: str, run: Run, model: str) -> None:
         self._runs[name], self._of_model[name] = run, model
 
     def _resume(self, ask: RunAsk) -> Iterator[Part]:
@@ -152,7 +209,7 @@ class HostedRuns:
             read = read.recorded(ask.record.writer())
         with _told_of_the_run():
             run = Run.restored(model, tokenizer, read)
-        self._know(ask.run, run, ask.given["model"])
+        self._keep(ask.run, run, ask.given["model"])
         yield RunOver(ask.id, state(run))
 
     def _saved(self, ask: RunAsk) -> RunState:
@@ -168,7 +225,7 @@ class HostedRuns:
 
     def _fork(self, ask: RunAsk) -> Iterator[Part]:
         twin = self._of(ask).fork(**ask.given["changes"])
-        self._know(ask.given["name"], twin, self._of_model[ask.run])
+        self._keep(ask.given["name"], twin, self._of_model[ask.run])
         yield RunOver(ask.id, state(twin))
 
     # --- stepping ---------------------------------------------------------------------------------

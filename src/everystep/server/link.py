@@ -16,14 +16,14 @@ import threading
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
 from everystep.errors import CapacityError, EverystepError, FormatError
-from everystep.server.host import BEAT, EngineLimits, HostedModel, serve_connection
+from everystep.server.host import BEAT, EngineLimits, HostedModel, Loader, serve_connection
 from everystep.server.line import LinePlace, WaitingLine
 from everystep.server.messages import (
     OF_ENGINE,
@@ -31,12 +31,15 @@ from everystep.server.messages import (
     Alive,
     Ask,
     Begun,
+    Bring,
     Failed,
+    FrontMessage,
     HearAsk,
     HeardText,
     Leave,
     ModelFacts,
     Over,
+    PutAway,
     Quit,
     Ready,
     ReplicaRoom,
@@ -47,12 +50,15 @@ from everystep.server.messages import (
     RunOver,
     ScoreAsk,
     ScoredTexts,
+    Stands,
     Taken,
     Tokens,
     frame,
     read_frame,
 )
+from everystep.server.presence import IdleLimits, Presence
 from everystep.server.quotas import QuotaBook
+from everystep.server.tallies import Tallies
 
 log = logging.getLogger("everystep.server")
 
@@ -61,6 +67,7 @@ HANG_SECONDS = 120.0
 _FATAL = 2
 """Deaths of an engine after which an ask that was under way is given up."""
 _LONGEST_PAUSE = 10.0
+_STOPPED = "the server has been stopped"
 News = RowNews | Begun | Over | ScoredTexts | HeardText | RunNews | RunOver | Failed
 _LAST = (Over, ScoredTexts, HeardText, RunOver, Failed)
 AnyAsk = Ask | ScoreAsk | HearAsk | RunAsk
@@ -134,18 +141,24 @@ class ProcessMooring(Mooring):
 
 
 class ThreadMooring(Mooring):
-    """An engine in a thread of this process, for tests and notebooks: the same messages."""
+    """An engine in a thread of this process, for tests and notebooks: the same messages.
+
+    `loader`: loads a model that was put away; without one none is.
+    """
 
     def __init__(
-        self, models: Callable[[], Mapping[str, HostedModel]], limits: EngineLimits
+        self,
+        models: Callable[[], dict[str, HostedModel]],
+        limits: EngineLimits,
+        loader: Loader | None = None,
     ) -> None:
-        self._models, self._limits = models, limits
+        self._models, self._limits, self._loader = models, limits, loader
         self._thread: threading.Thread | None = None
         self._killed: threading.Thread | None = None
 
     def start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
-        arguments = theirs, self._models(), self._limits
+        arguments = theirs, self._models(), self._limits, self._loader
         self._thread = threading.Thread(
             target=serve_connection, args=arguments, name="everystep host", daemon=True
         )
@@ -176,8 +189,9 @@ class HangWatch:
         """Note that the engine has said something."""
         self._silent = 0.0
         if isinstance(message, Alive):
+            before, self._steps = self._steps, {}  # threads of a model that was put away are gone
             for thread, step in enumerate(message.steps):
-                known, seconds = self._steps.get(thread, (-1, 0.0))
+                known, seconds = before.get(thread, (-1, 0.0))
                 self._steps[thread] = step, seconds if step == known >= 0 else 0.0
 
     def passes(self, seconds: float) -> str | None:
@@ -273,7 +287,8 @@ class EngineLink:
     were made until now, as far as they were told. `hang_seconds`: of silence, or in one step, after
     which it is ended as one that hangs; 0 for never. `replicas`: how many share its rows, and
     `replica_deaths`: how many of these have died. `states`: how replicas are, as far as they have
-    said it; None where the engine is none of replicas.
+    said it; None where the engine is none of replicas. `presence`: which models are loaded.
+    `tallies`: what engines have counted, until the last beat.
     """
 
     def __init__(
@@ -283,9 +298,11 @@ class EngineLink:
         book: QuotaBook | None = None,
         *,
         hang_seconds: float = HANG_SECONDS,
+        idle: IdleLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._mooring, self._limits, self._clock = mooring, limits or QueueLimits(), clock
+        self.presence, self.tallies = Presence(idle, clock), Tallies()
         self._hang_seconds = hang_seconds
         self.book = book or QuotaBook()
         self._lines: dict[str, WaitingLine] = {}
@@ -352,6 +369,10 @@ class EngineLink:
             return False
         return True
 
+    def give_up(self) -> None:
+        """Fail what is under way, since the server ends."""
+        self._fail_all(_STOPPED, always=True)
+
     async def close(self) -> None:
         """End the engine; what is under way fails."""
         self._closing = True
@@ -359,7 +380,7 @@ class EngineLink:
             self._writer.write(frame(Quit()))
             self._writer.close()
         await asyncio.gather(self._keeping, return_exceptions=True)
-        self._fail_all("the server has been stopped", always=True)
+        self._fail_all(_STOPPED, always=True)
 
     # --- asks -------------------------------------------------------------------------------------
 
@@ -396,7 +417,7 @@ class EngineLink:
             else:
                 one.line = self._line_of(ask.model)
                 one.line.enter(ask.id, place)
-                self._advance(one.line)
+                self._advance(ask.model)
             while True:
                 message = await one.news.get()
                 yield message
@@ -424,9 +445,14 @@ class EngineLink:
             line = self._lines[model] = WaitingLine(self.book, self._clock)
         return line
 
-    def _advance(self, line: WaitingLine) -> None:
-        """Let those begin whose turn it is, where an engine is there."""
-        if self._writer is None:
+    def _advance(self, model: str) -> None:
+        """Let those begin whose turn it is, where an engine is there and has the model loaded."""
+        line = self._lines.get(model)
+        if self._writer is None or line is None:
+            return
+        if not self.presence.is_loaded(model):
+            if len(line) and self.presence.calls_for(model):
+                self._send(Bring(model))
             return
         for number in line.begin(self.rows):
             self._begin(self._asking[number])
@@ -442,9 +468,9 @@ class EngineLink:
         """Give up an ask's place, after so many tokens; others may begin then."""
         if one.line is not None:
             one.line.leave(one.ask.id, made)
-            self._advance(one.line)
+            self._advance(one.ask.model)
 
-    def _send(self, message: AnyAsk | Leave | Taken) -> None:
+    def _send(self, message: FrontMessage) -> None:
         """Write a message where an engine is there; asks are sent to the next one otherwise."""
         if self._writer is not None:
             self._writer.write(frame(message))
@@ -465,6 +491,7 @@ class EngineLink:
             finally:
                 self._ready.clear()
                 self._writer = None
+                self.tallies.forget_engine()
                 writer.close()
                 await asyncio.to_thread(self._mooring.end)
             if self._closing or not self._was_ready:
@@ -488,7 +515,11 @@ class EngineLink:
                     watching = asyncio.create_task(self._watch(watch, writer))
                 elif isinstance(message, ReplicaRoom):
                     self._make_room(message)
-                elif not isinstance(message, Alive):
+                elif isinstance(message, Stands):
+                    self._take_stand(message)
+                elif isinstance(message, Alive):
+                    self.tallies.hear(message.tallies)
+                else:
                     self._hand_on(message)
         finally:
             if watching is not None:
@@ -499,6 +530,7 @@ class EngineLink:
         while True:
             since = self._clock()
             await asyncio.sleep(BEAT)
+            self._look_after_models()
             if (why := watch.passes(self._clock() - since)) is not None:
                 log.error("the engine hangs and is ended: %s", why)
                 self._ready.clear()
@@ -511,22 +543,54 @@ class EngineLink:
         self.models = {one.name: one for one in message.models}
         self.rows, self.process, self._writer = message.rows, message.process, writer
         self.positions = message.positions
+        self.presence.meet(self.models)
         for one in self._asking.values():
             one.seen.clear()
             one.taken = 0
             if one.sent:
                 self._send(one.ask)
-        for line in self._lines.values():
-            self._advance(line)
+        for model in self._lines:
+            self._advance(model)
         self._was_ready = True
         self._ready.set()
+
+    # --- models that nobody asks for --------------------------------------------------------------
+
+    def _look_after_models(self) -> None:
+        """Have models put away that nobody asks for, and let nobody wait too long for one."""
+        for model in self.presence.idle({one.ask.model for one in self._asking.values()}):
+            self._send(PutAway(model))
+        late = self._clock() - self.presence.limits.load_seconds
+        self._fail_waiting(lambda one: one.since < late, "the model takes too long to load")
+
+    def _take_stand(self, message: Stands) -> None:
+        """Take note that a model is loaded, or is not, and go on with those who wait for it."""
+        if (text := message.error) is not None:
+            self._fail_waiting(lambda one: one.ask.model == message.model, text)
+        self.presence.told(message.model, loaded=message.facts is not None)
+        if message.facts is not None:
+            self.models[message.model] = message.facts
+        self._advance(message.model)
+
+    def _fail_waiting(self, fails: Callable[[Asking], bool], text: str) -> None:
+        """Fail those who wait for a model to be loaded, if they are such."""
+        for id, one in list(self._asking.items()):
+            if not one.sent and not self.presence.is_loaded(one.ask.model) and fails(one):
+                self._fail(id, one, text)
+
+    def _fail(self, id: int, one: Asking, text: str) -> None:
+        del self._asking[id]
+        if one.sent:  # of an engine that is still there, nobody waits for it
+            self._send(Leave(id))
+        self._leave_line(one, one.made)
+        one.tell(Failed(id, 503, text))
 
     def _make_room(self, message: ReplicaRoom) -> None:
         """Let as many begin as there is room for now."""
         self.rows, self.replicas = message.rows, message.replicas
         self.replica_deaths, self.states = message.deaths, message.states
-        for line in self._lines.values():
-            self._advance(line)
+        for model in self._lines:
+            self._advance(model)
 
     def _hand_on(self, message: Tokens | News) -> None:
         if isinstance(message, Tokens):
@@ -557,9 +621,7 @@ class EngineLink:
     def _fail_all(self, text: str, *, always: bool) -> None:
         for id, one in list(self._asking.items()):
             if always or one.is_lost():
-                del self._asking[id]
-                self._leave_line(one, one.made)
-                one.tell(Failed(id, 503, text))
+                self._fail(id, one, text)
 
 
 def _usual_place(ask: AnyAsk, size: int) -> LinePlace | None:

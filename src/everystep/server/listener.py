@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -38,11 +39,21 @@ def tcp_socket(host: str, port: int) -> socket.socket:
 
 def unix_socket(path: Path) -> socket.socket:
     """Return a socket that listens at a path, in place of one that was left there; OSError where it
-    cannot be had."""
+    cannot be had, or another listens there."""
     with suppress(FileNotFoundError):
         if path.is_socket():
+            _require_left(path)
             path.unlink()
     return _listening(socket.socket(socket.AF_UNIX), str(path))
+
+
+def _require_left(path: Path) -> None:
+    """Raise OSError if somebody listens at the socket of a path."""
+    with socket.socket(socket.AF_UNIX) as probe, suppress(ConnectionRefusedError):
+        probe.setblocking(False)
+        with suppress(BlockingIOError):  # there are more who wait for it than it takes
+            probe.connect(str(path))
+        raise OSError(errno.EADDRINUSE, "a server listens there")
 
 
 def _listening(found: socket.socket, address: tuple[str, int] | str) -> socket.socket:

@@ -40,7 +40,7 @@ def serving(
     """
     own = limits or EngineLimits()
 
-    def hosted() -> Mapping[str, HostedModel]:
+    def hosted() -> dict[str, HostedModel]:
         return {name: HostedModel(*one, own) for name, one in models.items()}
 
     fronts = {name: FrontModel(two, one.chat_defaults) for name, (one, two) in models.items()}

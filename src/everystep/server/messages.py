@@ -48,7 +48,8 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     conversation. `streams`: whether its tokens are told as they come. `pools`: how its hidden
     states become the vector that is wanted in place of an answer. `pictures`: those that stand
     among the ids, in their order. `record`: where its steps are written. `owner`: whose it is, by
-    a digest of the key; None where there are no keys."""
+    a digest of the key; None where there are no keys. `rivals`: how many the explanation of each
+    token has, None where none is wanted."""
 
     id: int
     model: str
@@ -61,6 +62,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     pictures: list[Pixels] = []
     record: RecordTo | None = None
     owner: str | None = None
+    rivals: int | None = None
 
 
 class ScoreAsk(msgspec.Struct, tag=True, frozen=True):
@@ -119,6 +121,18 @@ class Taken(msgspec.Struct, tag=True, frozen=True):
     count: int
 
 
+class PutAway(msgspec.Struct, tag=True, frozen=True):
+    """Nobody asks for this model: the engine is to let go of it, unless a run of it is open."""
+
+    model: str
+
+
+class Bring(msgspec.Struct, tag=True, frozen=True):
+    """Somebody asks for a model that was put away: the engine is to load it again."""
+
+    model: str
+
+
 class Quit(msgspec.Struct, tag=True, frozen=True):
     """The engine is to end."""
 
@@ -153,6 +167,14 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     positions: int | None = None
 
 
+class Stands(msgspec.Struct, tag=True, frozen=True):
+    """A model is loaded, with these facts, or it is not, and `error` says why it could not be."""
+
+    model: str
+    facts: ModelFacts | None = None
+    error: str | None = None
+
+
 class ReplicaState(msgspec.Struct, frozen=True):
     """The state of a replica, by its own account: where it is and since when, the executor of each
     of its models, and its work. `prompt_tokens`: of prompts that it answered, and `cached_tokens`:
@@ -183,11 +205,23 @@ class ReplicaRoom(msgspec.Struct, tag=True, frozen=True):
     states: list[ReplicaState] = []
 
 
+class EngineTally(msgspec.Struct, frozen=True, array_like=True):
+    """The counts of a model's engine: groups that lost their rows to others, ids that were drafted
+    and those of them that were accepted. `usage`: the part of the rows that is in use, or of the
+    positions, where these are bounded."""
+
+    preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    usage: float = 0.0
+
+
 class Alive(msgspec.Struct, tag=True, frozen=True):
     """The engine's process runs. `steps`: of each thread that steps, the number of the step that it
-    takes now, -1 between two."""
+    takes now, -1 between two. `tallies`: what was counted of each model."""
 
     steps: list[int]
+    tallies: dict[str, EngineTally] = {}
 
 
 class Likelihoods(msgspec.Struct, frozen=True):
@@ -238,7 +272,8 @@ class Begun(msgspec.Struct, tag=True, frozen=True):
 
 class Ended(msgspec.Struct, frozen=True):
     """One continuation of an ask, or its vector, float32 with the least byte first.
-    `known_prompt`: of the prompt that all continuations share, in the first one alone."""
+    `known_prompt`: of the prompt that all continuations share, in the first one alone.
+    `explanations`: of each token, where they are wanted."""
 
     tokens: list[int]
     kind: str
@@ -249,6 +284,7 @@ class Ended(msgspec.Struct, frozen=True):
     known: Likelihoods | None = None
     known_prompt: Likelihoods | None = None
     vector: bytes | None = None
+    explanations: list[dict[str, Any]] | None = None
 
 
 class Over(msgspec.Struct, tag=True, frozen=True):
@@ -312,10 +348,13 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 AskMessage = Ask | ScoreAsk | HearAsk | RunAsk | Leave | Taken
-"""A message about an ask: all that a front says before its last one."""
-ToEngine = AskMessage | Quit
+"""A message about an ask."""
+FrontMessage = AskMessage | PutAway | Bring
+"""All that a front says before its last message."""
+ToEngine = FrontMessage | Quit
 ToFront = (
     Ready
+    | Stands
     | ReplicaRoom
     | Alive
     | Begun
@@ -353,7 +392,7 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
         return None
 
 
-async def ask_messages(reader: asyncio.StreamReader) -> AsyncGenerator[AskMessage, None]:
+async def front_messages(reader: asyncio.StreamReader) -> AsyncGenerator[FrontMessage, None]:
     """Yield what a front says until it says that this is the end, is gone, or cannot be read;
     FormatError for a message that is too long."""
     while (body := await read_frame(reader)) is not None:

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from everystep.server.link import News
-from everystep.server.messages import Begun, Over, RowNews
+from everystep.server.messages import Begun, EngineTally, Over, RowNews
 
 _WAITS = (
     0.001,
@@ -62,6 +62,13 @@ _COUNTERS: Mapping[str, str] = {
     "generation_tokens": "Tokens that were made.",
     "request_success": "Answers by what ended them.",
 }
+_TALLIED: Mapping[str, tuple[str, str]] = {
+    "num_preemptions": ("preemptions", "Prompts whose rows others needed."),
+    "spec_decode_num_draft_tokens": ("drafted", "Tokens that were drafted."),
+    "spec_decode_num_accepted_tokens": ("accepted", "Of these, tokens that were accepted."),
+}
+"""Counters of the engine by name: what it calls them, and their meaning."""
+_USAGE = "kv_cache_usage_perc"
 _ALSO = {"prefix_cache_queries": "prompt_tokens", "prefix_cache_hits": "prompt_tokens_cached"}
 """Names of vLLM's for what has another name too."""
 _OURS, _THEIRS = "everystep_", "vllm:"
@@ -81,8 +88,12 @@ class ServerMetrics:
         self._waiting = _gauge(registry, "num_requests_waiting", "Prompts in line.", own)
         self.ready = _gauge(registry, "engine_ready", "1 while the engine takes prompts.")
         self.restarts = _gauge(registry, "engine_restarts", "Starts of the engine after a death.")
+        self._loaded = _gauge(registry, "model_loaded", "1 while a model is loaded.", own)
+        line = "Times that a model was loaded again after it had been put away."
+        self._loads = _gauge(registry, "model_loads", line, own)
         self.replicas = _gauge(registry, "replicas", "Engines that share the prompts.")
         line = "Replicas that died, or were ended, at work."
+        self.log_lost = _gauge(registry, "log_lines_lost", "Lines of the log that nobody took.")
         self.replica_deaths = _gauge(registry, "replica_deaths", line)
         self._counters = {
             name: Counter(
@@ -93,6 +104,13 @@ class ServerMetrics:
             )
             for name, line in _COUNTERS.items()
         }
+        line = "The part of the rows in use, or of the positions, where these are bounded."
+        self._usage = _gauge(registry, _USAGE, line, own)
+        self._tallied = {
+            name: Counter(f"{_OURS}{name}", line, own, registry=registry)
+            for name, (_, line) in _TALLIED.items()
+        }
+        self._told: dict[str, EngineTally] = {}
         self._histograms = {
             name: Histogram(f"{_OURS}{name}", line, own, registry=registry, buckets=buckets)
             for name, (line, buckets) in _HISTOGRAMS.items()
@@ -117,6 +135,21 @@ class ServerMetrics:
         found = generate_latest(self._registry)
         return found if self._renamed is None else found + generate_latest(self._renamed)
 
+    def models(self, where: Mapping[str, str], loads: Mapping[str, int]) -> None:
+        """Note where each model is, and how often it was loaded again."""
+        for model, one in where.items():
+            self._loaded.labels(model).set(one == "loaded")
+            self._loads.labels(model).set(loads.get(model, 0))
+
+    def tallies(self, told: Mapping[str, EngineTally]) -> None:
+        """Note what engines have counted until now."""
+        for model, one in told.items():
+            before = self._told.get(model, EngineTally())
+            for name, (own, _) in _TALLIED.items():
+                self._tallied[name].labels(model).inc(getattr(one, own) - getattr(before, own))
+            self._usage.labels(model).set(one.usage)
+        self._told |= told
+
     def observe(self, name: str, model: str, value: float) -> None:
         """Note a value of a histogram."""
         self._histograms[name].labels(model).observe(value)
@@ -135,7 +168,8 @@ class RenamedMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield what vLLM has a name for."""
         every = {one.name.removeprefix(_OURS): one for one in self._registry.collect()}
-        names = ["num_requests_running", "num_requests_waiting", *_COUNTERS, *_HISTOGRAMS]
+        names = ["num_requests_running", "num_requests_waiting", _USAGE]
+        names += [*_COUNTERS, *_TALLIED, *_HISTOGRAMS]
         for name, own in [*zip(names, names, strict=True), *_ALSO.items()]:
             yield _renamed(every[own], f"{_THEIRS}{name}")
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import queue
+import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -109,13 +112,94 @@ class LogObjects(logging.Formatter):
         return json.dumps(shown)
 
 
+class LogWriter(logging.Handler):
+    """A handler whose lines a thread writes: a reader who takes none keeps nobody waiting.
+
+    `most`: lines that may wait. `lost`: those that came when so many did; where lines are taken
+    again, one says how many are missing.
+    """
+
+    def __init__(self, stream: TextIO, most: int = 10_000) -> None:
+        super().__init__()
+        self._stream, self.lost = stream, 0
+        self._told = 0
+        self._waiting: queue.Queue[str] = queue.Queue(most)
+        self._thread: threading.Thread | None = None
+        try:
+            # Without the stream's lock, which the end of the program would wait for.
+            self._descriptor: int | None = stream.fileno()
+        except (OSError, ValueError, AttributeError):
+            self._descriptor = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Put the line of a record in line, or count it as lost."""
+        if self._thread is None:  # one caller at a time is in here
+            self._thread = threading.Thread(target=self._run, name="everystep log", daemon=True)
+            self._thread.start()
+        try:
+            self._waiting.put_nowait(self.format(record))
+        except queue.Full:
+            self.lost += 1
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Return when all lines are written, or after two seconds."""
+        deadline = time.monotonic() + 2.0
+        while self._waiting.unfinished_tasks and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        """Write what waits, if somebody takes it."""
+        self.flush()
+        super().close()
+
+    def _run(self) -> None:
+        while True:
+            line = self._waiting.get()
+            try:
+                self._write(self._missing() + line + "\n")
+            except (OSError, ValueError):  # nobody will read it any more
+                self.lost += 1
+            finally:
+                self._waiting.task_done()
+
+    def _write(self, text: str) -> None:
+        if self._descriptor is None:
+            self._stream.write(text)
+            self._stream.flush()
+            return
+        left = text.encode(errors="replace")
+        while left:
+            left = left[os.write(self._descriptor, left) :]
+
+    def _missing(self) -> str:
+        """Return a line that says how many are missing, where that is news."""
+        if (lost := self.lost) == self._told:
+            return ""
+        text = f"{lost - self._told} lines of the log are missing: nobody took them"
+        self._told = lost
+        made = logging.LogRecord(log.name, logging.WARNING, "", 0, text, None, None)
+        return self.format(made) + "\n"
+
+
+def lost_lines() -> int:
+    """Return how many lines of the log of this process were lost."""
+    return sum(one.lost for one in logging.getLogger().handlers if isinstance(one, LogWriter))
+
+
 def write_log(stream: TextIO, *, as_json: bool) -> None:
     """Write the log to a stream from now on: as text, without what pages ask for again and again,
     or as an object of JSON for each request and whatever else there is to say."""
-    handler = logging.StreamHandler(stream)
+    handler = LogWriter(stream)
     if as_json:
         handler.setFormatter(LogObjects())
         logging.getLogger("everystep").setLevel(logging.INFO)
         log.setLevel(logging.DEBUG)
     level = logging.WARNING if as_json else logging.INFO  # of libraries
     logging.basicConfig(level=level, format="%(message)s", handlers=[handler])
+
+
+def write_warnings(stream: TextIO) -> None:
+    """Write what goes wrong in this process to a stream from now on, as text."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[LogWriter(stream)])

@@ -106,12 +106,40 @@ _BOTH = (
     ),
     WireField("return_token_ids", FLAG, "Whether choices have the ids of their tokens.", "false"),
     WireField(
+        "skip_special_tokens",
+        FLAG,
+        "false: texts have special tokens too, but for the id that ends an answer, unless"
+        " `include_stop_str_in_output` keeps it.",
+        "true",
+    ),
+    WireField(
+        "explain",
+        either(FLAG, integer(0, 64)),
+        "Whether choices have `explanations`, of each token what a run's `explain` tells, with so"
+        " many rivals; true: 5.",
+        "false",
+    ),
+    WireField(
+        "seed",
+        either(SEED, listed(SEED, 64, 1)),
+        "Of the draws; or one for each of `n` answers, which are as those of a request each.",
+        "another each time",
+        "seed",
+    ),
+    WireField(
         "timings",
         FLAG,
         "Whether the answer, or the last chunk of a stream, has `timings`: `prompt_seconds`,"
         " `decode_seconds` and `total_seconds`.",
         "false",
     ),
+)
+
+
+_TEMPLATE = WireField(
+    "chat_template_kwargs",
+    MAPPING,
+    "Variables of the chat template, by name; one that it does not read is an error.",
 )
 
 
@@ -180,6 +208,7 @@ CHAT = RouteTable(
                 "`text`, `json_object`, or `json_schema` with a schema that the answer follows.",
                 "text",
             ),
+            _TEMPLATE,
         ),
         _BOTH,
         GENERATE,
@@ -395,6 +424,7 @@ TOKENIZE = RouteTable(
                 "continue_final_message", FLAG, "Whether the last message stays open.", "false"
             ),
             WireField("return_token_strs", FLAG, "Whether each token's text is told.", "false"),
+            _TEMPLATE,
         ),
         (one for one in GENERATE if one.name in OF_MESSAGES),
     ),
@@ -413,6 +443,7 @@ APPLY_TEMPLATE = RouteTable(
             WireField(
                 "continue_final_message", FLAG, "Whether the last message stays open.", "false"
             ),
+            _TEMPLATE,
         ),
         (one for one in GENERATE if one.name in OF_MESSAGES),
     ),
@@ -519,6 +550,7 @@ _TEXT = WireField("text", TEXT, "A text, in place of ids.")
 _RUN = "/v1/everystep/runs"
 _ALONE = (
     *("stream", "stream_options", "return_token_ids", "priority", "timings"),
+    *("skip_special_tokens", "explain"),
     *(
         one.name
         for one in GENERATE
@@ -526,7 +558,8 @@ _ALONE = (
     ),
 )
 _OF_GENERATE = _table(
-    (one for one in (*_BOTH, *GENERATE) if one.name not in (*_ALONE, "model", "logprobs")),
+    (one for one in (*_BOTH, *GENERATE) if one.name not in (*_ALONE, "model", "logprobs", "seed")),
+    (generate_field("seed"),),
 )
 _SET = {name: one for name, one in _OF_GENERATE.items() if name != "add_generation_prompt"}
 _AND = "The fields of `/v1/completions` that `generate` has are fields here too."
@@ -607,10 +640,11 @@ READ_ONLY: Mapping[str, str] = {
     "/v1/everystep/runs/{id}": "A run as it stands; DELETE ends it.",
     "/v1/batches/{id}": "A batch; POST to `/v1/batches/{id}/cancel` ends it.",
     "/": "A page for people: a conversation, the models, the load and the replicas.",
-    "/v1/everystep/load": "Asks that run and wait, rows, and tokens made since the start.",
+    "/v1/everystep/load": "Asks that run and wait, rows, tokens made since the start, and "
+    "where each model is.",
     "/v1/everystep/replicas": "Where each replica is, its models, work, cache hits and age.",
     "/health": "200 while the engine lives, else 503.",
-    "/ready": "200 while requests are taken, else 503.",
+    "/ready": "200 while requests are taken, and where each model is; else 503.",
     "/metrics": "Counters and histograms, as Prometheus reads them.",
     "/openapi.json": "This table as an OpenAPI document.",
     "/version": "The version of everystep.",

@@ -22,6 +22,8 @@ log = logging.getLogger("everystep.server")
 
 _KEEP_ALIVE = 75
 """Seconds that an idle connection stays: longer than proxies keep theirs."""
+_LAST_WORDS = 2.0
+"""Seconds for telling those who are still there that the server ends."""
 
 
 def listening_socket(settings: ServeSettings) -> socket.socket:
@@ -66,6 +68,7 @@ async def serve(
         settings.queue(),
         settings.book(),
         hang_seconds=settings.hang_seconds,
+        idle=settings.idle(),
     )
     front = Front(link, fronts, front_settings)
     service = Service(front, settings.beside())
@@ -113,6 +116,11 @@ async def _listen(
     await service.pause()
     with suppress(TimeoutError):
         async with asyncio.timeout(settings.drain_seconds):
+            while front.open:
+                await asyncio.sleep(0.02)
+    front.link.give_up()  # those whom nobody waits for any longer are told so
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_LAST_WORDS):
             while front.open:
                 await asyncio.sleep(0.02)
     bound.should_exit = True

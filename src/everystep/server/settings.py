@@ -27,6 +27,7 @@ from everystep.server.engine_process import EngineOrders
 from everystep.server.exchange import FrontSettings
 from everystep.server.link import HANG_SECONDS, QueueLimits
 from everystep.server.pictures import PictureLimits
+from everystep.server.presence import IdleLimits
 from everystep.server.quotas import Quota, QuotaBook, read_key_quotas
 from everystep.server.service import ServedBeside
 from everystep.server.tracing import Tracing, require_otel
@@ -41,7 +42,9 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     first model, and `steer`: files of vectors that requests may be steered by, likewise.
     `key_files`: digests of keys, a line each. `public_without_key`: serve everybody on a public
     address. `drain_seconds`: what a stop waits for. `hang_seconds`: of silence, or in one step,
-    after which an engine is ended and started again; 0 for never. `files`: the folder of batch
+    after which an engine is ended and started again; 0 for never. `idle_minutes`: after which a
+    model that nobody asked for is put away until somebody does, None for never; `load_seconds`:
+    that a request waits for it then. `files`: the folder of batch
     files. `record_dir`: where the steps of what `record_keys` ask for are written, without texts if
     they are `record_redacted`, without what each processor did unless they have `record_stages`.
     `max_picture_pixels`: of all pictures of a request, as they are
@@ -81,6 +84,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float | None = None
     drain_seconds: float = 30.0
     hang_seconds: Annotated[float, msgspec.Meta(ge=0)] = HANG_SECONDS
+    idle_minutes: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    load_seconds: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     quantize: str | None = "auto"
     cache_dtype: str | None = None
     threads: int | None = None
@@ -142,6 +147,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
         self.book()
         self.pictures()
         self.beside()
+        self.idle()
         if self.ray_address is not None:
             return
         for folder in self.adapters.values():
@@ -152,6 +158,15 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     def queue(self) -> QueueLimits:
         """Return how much may wait."""
         return QueueLimits(self.max_waiting, self.max_waiting_tokens)
+
+    def idle(self) -> IdleLimits:
+        """Return when a model is put away; RequestError where replicas have the models."""
+        if self.idle_minutes is None:
+            return IdleLimits(None, self.load_seconds)
+        if self.replicas is not None:
+            what = "idle_minutes is about the models of one engine, and there are replicas"
+            raise RequestError(what, do="Leave it out, or lower replicas")
+        return IdleLimits(self.idle_minutes * 60, self.load_seconds)
 
     def book(self) -> QuotaBook:
         """Return what keys may use; RequestError for the quota of a key that there is not."""

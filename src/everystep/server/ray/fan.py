@@ -25,12 +25,14 @@ from everystep.server.messages import (
     WINDOW,
     Alive,
     Ask,
-    AskMessage,
+    Bring,
     Failed,
+    FrontMessage,
     HearAsk,
     HeardText,
     Leave,
     Over,
+    PutAway,
     Ready,
     ReplicaRoom,
     ReplicaState,
@@ -40,8 +42,8 @@ from everystep.server.messages import (
     Taken,
     ToFront,
     Tokens,
-    ask_messages,
     frame,
+    front_messages,
 )
 from everystep.server.ray.board import ReplicaBoard
 from everystep.server.ray.parts import Part, read_part
@@ -144,7 +146,7 @@ class ReplicaFan:
         telling, looking = (asyncio.create_task(one) for one in (self._tell(), self._watch()))
         telling.add_done_callback(lambda _: self._writer.close())  # a defect ends the connection
         try:
-            async with aclosing(ask_messages(reader)) as messages:
+            async with aclosing(front_messages(reader)) as messages:
                 async for message in messages:
                     self._take(message)
         finally:
@@ -156,7 +158,9 @@ class ReplicaFan:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._writer.close()
 
-    def _take(self, message: AskMessage) -> None:
+    def _take(self, message: FrontMessage) -> None:
+        if isinstance(message, PutAway | Bring):  # no front of replicas says so
+            return
         if isinstance(message, Leave | Taken):
             if (one := self._under.get(message.id)) is None:
                 return

@@ -18,10 +18,12 @@ from everystep.server.ray.cluster import cluster
 from everystep.server.ray.deployment import deployed
 from everystep.server.ray.fan import ReplicaFan
 from everystep.server.ray.orders import ReplicaOrders
+from everystep.server.request_log import write_warnings
 
 
 def main(descriptor: str, orders: str) -> None:
     """Serve the front at the other end of this descriptor."""
+    write_warnings(sys.stderr)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front's; it says when to end
     read = msgspec.json.decode(orders, type=ReplicaOrders)

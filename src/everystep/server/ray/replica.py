@@ -15,8 +15,10 @@ from everystep.server.engine_process import EngineOrders, hosted
 from everystep.server.link import EngineGone, EngineLink, ThreadMooring
 from everystep.server.messages import (
     OF_FRONT,
+    Bring,
     Leave,
     Over,
+    PutAway,
     Quit,
     Ready,
     ReplicaState,
@@ -80,7 +82,7 @@ class EngineReplica:
     async def follow(self, asked: bytes) -> AsyncGenerator[bytes, None]:
         """Yield what becomes of an ask, in parts. Leaving the iterator ends it."""
         ask = OF_FRONT.decode(asked)
-        if isinstance(ask, Leave | Taken | Quit):
+        if isinstance(ask, Leave | Taken | PutAway | Bring | Quit):
             return
         # Several fronts may have given the same number.
         own = msgspec.structs.replace(ask, id=self._link.next_number())

@@ -15,7 +15,7 @@ import torch
 
 from everystep.config.kinds import one_of
 from everystep.drivers.custom import Loop, refuse_unseen
-from everystep.drivers.rectangle import call_inputs, call_options, delivery_of
+from everystep.drivers.rectangle import call_inputs, delivery_of
 from everystep.drivers.session import Session
 from everystep.engine import Engine, Lockstep
 from everystep.errors import EverystepError, RequestError
@@ -23,6 +23,7 @@ from everystep.requests.arrays import require
 from everystep.requests.door import PromptValues, sort
 from everystep.requests.prepare import Call, Runs, prepare
 from everystep.requests.prompts import PromptLike, TokenizerLike, messages_of, read_prompt
+from everystep.requests.reading import read_options
 from everystep.requests.subject import Subject
 from everystep.runs.hands import Asked
 from everystep.speech.transcription_options import read_speech
@@ -144,7 +145,7 @@ def _of_rectangle(
     if arguments.speech is not None:
         read_speech(subject, arguments)
         return
-    options = call_options(subject, arguments)
+    options = read_options(subject, arguments, arguments.beside.tokenizer)
     loop, streamer = arguments.beside.custom_generate, arguments.beside.streamer
     if streamer is not None:
         require("streamer", streamer, "put", "end")

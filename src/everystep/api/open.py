@@ -30,11 +30,11 @@ def taken_again(
     model: LanguageModel,
     tokenizer: TokenizerLike | None,
     prompt: PromptLike,
-    options: Mapping[str, Any],
-    seed: Any,
+    options: Mapping[str, object],
+    seed: int | None,
 ) -> Again:
     """Return how what became of a prompt is explained: by a run that is asked for the same."""
-    said = {name: one for name, one in options.items() if name not in (*_ONCE, "seed")}
+    said: Any = {name: one for name, one in options.items() if name not in (*_ONCE, "seed")}
     return Again(lambda: open(model, tokenizer, prompt, seed=seed, **said))
 
 

@@ -388,7 +388,8 @@ class Driver:
             _tell(box)
         now = moment()
         for group in [one for box in set(self._boxes.values()) for one in box.groups]:
-            _note_times(group, now)
+            if group.times is not None:
+                group.times.note(now, opened=group.opened, over=not group.live)
         for name, box in list(self._boxes.items()):
             if box.begun and not any(group.live for group in box.groups):
                 # First of all: whoever was interrupted here finds it again by its name.
@@ -449,14 +450,6 @@ def _take_out(found: list[T] | deque[T], one: T) -> None:
     """Remove it from what other threads may add to meanwhile, if it is there."""
     if one in found:
         found.remove(one)
-
-
-def _note_times(group: Group, now: float) -> None:
-    if (times := group.times) is not None:
-        if times.opened is None and group.opened:
-            times.opened = now
-        if times.ended is None and not group.live:
-            times.ended = now
 
 
 def _tell(box: Mailbox) -> None:

@@ -55,7 +55,8 @@ def generate(model: Subject, given: Arguments) -> Any:
     if streamer is not None:
         require("streamer", streamer, "put", "end")
     loop = beside.custom_generate if isinstance(beside.custom_generate, Loop) else None
-    options = call_options(model, given)  # equal in all processes; a prompt may be refused in one
+    # Options are equal in all processes; a prompt may be refused in one.
+    options = read_options(model, given, beside.tokenizer)
     with synced(model, (options,), _together(beside.synced_gpus, loop)):
         inputs, past = call_inputs(model, given, options)
         call = prepare(model, options, inputs, past, "lockstep" if loop is None else "loop")
@@ -88,16 +89,10 @@ def _together(asked: object, loop: Loop | None) -> bool | None:
     return together
 
 
-def call_options(model: Subject, given: Arguments) -> Options:
-    """Return the options of a call."""
-    options = read_options(model, given, given.beside.tokenizer)
-    if options.recording is not NO_RECORDING:
-        require_output_object(options.recording, options.effective)
-    return options
-
-
 def call_inputs(model: Subject, given: Arguments, options: Options) -> tuple[Inputs, Cache | None]:
     """Return the inputs of a call, and the cache that it continues from."""
+    if options.recording is not NO_RECORDING:
+        require_output_object(options.recording, options.effective)
     prompt, past, seen = given.prompt, None, None
     if prompt.past_key_values is not None:
         past = read_cache(prompt.past_key_values, options.effective, model)

@@ -386,11 +386,11 @@ def _settled(
         _check_least(e, by, inputs.counted_width, limits)
     new = max(limits)
     positions = inputs.total_width + new - 1  # the last token is not fed
-    whose = " of the checkpoint" if e.source(by) == "checkpoint" else ""
+    whose = " of the checkpoint" if e.sources[by] == "checkpoint" else ""
     if context is not None and (whose or by in e.caller) and positions > context:
         e = e.noting(
             f"{by}={e[by]}{whose} leads beyond what the model was made for; wanted at most "
-            f"{context} positions; got {inputs.total_width} of the prompt and up to {new} new ones. "
+            f"{context} positions; got {inputs.total_width} of the prompt and up to {new} new. "
             f"Lower {by}, or expect the text to get worse there."
         )
     if not inputs.width and inputs.source is None:

@@ -265,6 +265,13 @@ class Times:
     opened: float | None = None
     ended: float | None = None
 
+    def note(self, now: float, *, opened: bool, over: bool) -> None:
+        """Note the moment where it is the first at which that holds."""
+        if self.opened is None and opened:
+            self.opened = now
+        if self.ended is None and over:
+            self.ended = now
+
     def took(self, now: float) -> tuple[float, float]:
         """Return the seconds until its first tokens, and until now or its end; what ended before a
         token was opened by its end."""

@@ -6,23 +6,27 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import everystep as es
 from everystep.errors import RankError, RequestError, UnsupportedError
+from everystep.executors.torch_executor import TorchExecutor
 from everystep.models.decoder import Decoder
 from everystep.testing.models import tiny_llama
 from tests.adapters.making import PROJECTIONS, random_lora, write_folder
 from tests.api.asking import require_nothing_left, runs
 from tests.executors.parallel.children import LOOPBACK, children, listened
+from tests.executors.works import Wanderer
 from tests.matrix.rows import ROWS, Row
 
 VOCABULARY = 48
@@ -124,7 +128,7 @@ def agree(number: int, parts: Any, whole: Any, second: Any) -> str:
     found, wanted = (one.generate(ids, **given, **shown) for one in (parts, whole))
     assert torch.equal(found.sequences, wanted.sequences), (row.name, given)
     for one, other in zip(found.logits, wanted.logits, strict=True):
-        assert torch.allclose(one, other, rtol=0, atol=1e-5)
+        assert torch.allclose(one, other, rtol=1e-6, atol=1e-6)  # as callers get them, in float32
     return row.name
 
 
@@ -147,6 +151,23 @@ def test_every_strategy_in_many_settings(
     numbers = range(SETTINGS + block * count, SETTINGS + (block + 1) * count)
     names = {agree(number, parts, whole, second) for number in numbers}
     assert names == {row.name for row in ROWS}
+
+
+def test_two_processes_have_the_logits_of_one_and_the_same_again(
+    parts: es.LanguageModel, whole: es.LanguageModel
+) -> None:
+    """Of random works on rows that fork, in float64, and to the bit in another executor."""
+    first, second, alone = parts.executor(), parts.executor(), TorchExecutor(whole.core)
+    wanderer = Wanderer(whole.core, np.random.default_rng(3), positions=False, anywhere=False)
+    seen = 0
+    for _ in range(12):
+        work = wanderer.work()
+        found, again, wanted = (one.run(work).logits for one in (first, second, alone))
+        assert found.dtype == torch.float64 and torch.equal(found, again)
+        assert found.shape == wanted.shape
+        assert not found.numel() or float((found - wanted).abs().max()) <= 1e-10
+        seen += len(wanted)
+    assert seen > 20
 
 
 def test_rows_are_shared_exported_and_gone_on_from(
@@ -258,8 +279,10 @@ def test_a_dead_process_ends_the_call_and_the_next_goes_on(
         next(run)
     run.save(tmp_path / "saved.run")
     os.kill(child, signal.SIGKILL)
+    began = time.monotonic()
     with pytest.raises(RankError, match=r"process 1: it was ended by signal 9.*Call again"):
         parts.generate(IDS, **GREEDY)
+    assert time.monotonic() - began < PATIENCE, "the dead are not waited for"
     assert torch.equal(logits(parts), before)
     assert children() != [child]
     again = es.resume(tmp_path / "saved.run", parts, None)

@@ -10,6 +10,7 @@ import json
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ import ray
 from ray import serve
 
 from everystep.server.link import Mooring
-from everystep.server.messages import Ask, ReplicaState
+from everystep.server.messages import Ask, Over, ReplicaState, Tokens
 from everystep.server.ray.cluster import cluster
 from everystep.server.ray.deployment import ServedReplicas, deployment_options
 from everystep.server.ray.fan import ReplicaFan, session_of
@@ -27,7 +28,7 @@ from everystep.server.ray.orders import replica_orders
 from everystep.server.ray.parts import read_part
 from everystep.server.settings import ServeSettings
 from tests.server.serving import served
-from tests.server.watched import Departure, WatchedReplica
+from tests.server.watched import DRAIN_SECONDS, Departure, WatchedReplica
 
 WATCHED = "watched"
 
@@ -85,7 +86,9 @@ class ServedFan(Mooring):
 @contextmanager
 def watching(folder: str) -> Iterator[str]:
     """The address of a front over a replica that tells of those who leave."""
-    orders = replica_orders(ServeSettings(model=folder, replicas=1, threads=1, max_rows=16))
+    more = {"drain_seconds": DRAIN_SECONDS, "deadline": 300.0}
+    settings = ServeSettings(model=folder, replicas=1, threads=1, max_rows=16, **more)
+    orders = replica_orders(settings)
     own = serve.deployment(name="EngineReplica", **deployment_options(orders))(WatchedReplica)
     bound = own.bind(orders.engine, orders.merge_seconds, orders.hang_seconds)
     handle = serve.run(bound, name=WATCHED, route_prefix=None)
@@ -102,6 +105,37 @@ async def told() -> list[Departure]:
     return found
 
 
+async def drained(length: int) -> list[Any]:
+    """What becomes of two answers of so many tokens whose replica is told to end in their middle:
+    tokens of each until then and at the end, whether it is over; the seconds that took, errors,
+    and whether the replica is there after all."""
+    replicas = ServedReplicas(serve.get_app_handle(WATCHED), WATCHED)
+    begun, found = asyncio.Event(), [[0, 0, False] for _ in range(2)]
+
+    async def follow(number: int) -> None:
+        keywords = {"max_new_tokens": length, "min_new_tokens": length, "seed": number}
+        ask = Ask(number, "tiny", [5, 6, 7 + number], keywords, streams=True)
+        async for part in replicas.follow(msgspec.msgpack.encode(ask), None):
+            for one in read_part(part):
+                found[number][1] += len(one.rows) if isinstance(one, Tokens) else 0
+                found[number][2] = isinstance(one, Over)
+            if all(tokens for _, tokens, _ in found):
+                begun.set()
+
+    following = [asyncio.create_task(follow(number)) for number in range(2)]
+    await asyncio.wait_for(begun.wait(), 120)
+    for one in found:
+        one[0] = one[1]
+    began = time.monotonic()
+    serve.delete(WATCHED, _blocking=False)
+    ends = await asyncio.gather(*following, return_exceptions=True)
+    seconds = time.monotonic() - began
+    until = time.monotonic() + 60
+    while (there := WATCHED in serve.status().applications) and time.monotonic() < until:
+        await asyncio.sleep(0.05)
+    return [*found, seconds, [repr(one) for one in ends], there]
+
+
 async def main() -> None:
     loop = asyncio.get_running_loop()
     stack = ExitStack()
@@ -114,6 +148,8 @@ async def main() -> None:
             await asyncio.to_thread(stack.close)
         elif verb == "departures":
             answer = await told()
+        elif verb == "drained":
+            answer = await drained(*given)
         else:
             known = name or next(iter(serve.status().applications))
             answer = await (loads(known) if verb == "loads" else cached(known, *given))

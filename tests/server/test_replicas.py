@@ -40,6 +40,7 @@ from tests.server.serving import (
     served,
 )
 from tests.server.test_batches import killed, mixed, rows, texts, written
+from tests.server.watched import DRAIN_SECONDS
 
 pytestmark = pytest.mark.skipif(
     find_spec("ray") is None, reason="Ray is not installed; the extra ray brings it"
@@ -99,8 +100,9 @@ class Owner:
 
     def both(self) -> None:
         """Wait until two replicas are there."""
-        deadline = time.monotonic() + 90
-        while len(self.loads()) < 2 and time.monotonic() < deadline:
+        deadline = time.monotonic() + 240
+        while len(self.loads()) < 2:
+            assert time.monotonic() < deadline, "no second replica came"
             time.sleep(0.1)
 
 
@@ -340,9 +342,18 @@ def _sample(text: str, name: str) -> float:
     return float(line.split()[-1])
 
 
-def test_a_client_that_leaves_frees_its_rows_within_two_steps(owner: Owner, folder: Path) -> None:
+@pytest.fixture(scope="module")
+def watched_url(owner: Owner, folder: Path) -> Iterator[str]:
+    """The address of a front over one replica that tells of those who leave."""
+    yield owner.ask("watch", str(folder))
+    owner.ask("unwatch")
+
+
+def test_a_client_that_leaves_frees_its_rows_within_two_steps(
+    owner: Owner, watched_url: str
+) -> None:
     """Steps that its replica begins once it has heard of it, beside a stream that goes on."""
-    url = owner.ask("watch", str(folder))
+    url = watched_url
     body: dict[str, Any] = {**LONG, "max_tokens": 4000, "stream": True}
     ends: list[Any] = []
     over = threading.Event()
@@ -377,7 +388,16 @@ def test_a_client_that_leaves_frees_its_rows_within_two_steps(owner: Owner, fold
     staying.join()
     assert len(found) == 6 and all(steps <= 2 and wrong == "" for steps, wrong in found)
     assert {*ends} == {"length"}, "whoever stays is told all of it"
-    owner.ask("unwatch")
+
+
+def test_a_replica_that_is_told_to_end_answers_first(owner: Owner, watched_url: str) -> None:
+    """For as long as the deadline of its requests allows, however short the drain is."""
+    assert httpx.get(f"{watched_url}/ready").status_code == 200
+    length = 1500
+    *answers, seconds, ends, there = owner.ask("drained", length)
+    assert ends == ["None"] * 2 and seconds > 2 * DRAIN_SECONDS and not there
+    for before, after, over in answers:
+        assert 0 < before < length / 2 and after == length and over, "it was told in the middle"
 
 
 def test_runs_in_hands_are_refused(two: httpx.Client) -> None:
@@ -389,8 +409,9 @@ def test_runs_in_hands_are_refused(two: httpx.Client) -> None:
 def test_a_killed_replica_ends_no_stream_in_silence(
     two: httpx.Client, one: Served, owner: Owner, kills: int
 ) -> None:
+    longer = {**LONG, "max_tokens": 400}
     asked: list[dict[str, Any]] = [
-        {**LONG, "prompt": "hello " * (1 + number), "seed": number, "temperature": number % 2}
+        {**longer, "prompt": "hello " * (1 + number), "seed": number, "temperature": number % 2}
         for number in range(4)
     ]
     wanted = [one.completion(**body)["choices"][0]["text"] for body in asked]
@@ -412,13 +433,17 @@ def test_a_killed_replica_ends_no_stream_in_silence(
         for client in clients:
             client.start()
         begun.wait(60)
+        before = deaths(two)
         os.kill(_most(owner), signal.SIGKILL)
         for client in clients:
             client.join()
+        until = time.monotonic() + 30
+        while deaths(two) == before:
+            assert time.monotonic() < until, "it was killed in the middle of an answer"
+            time.sleep(0.05)
         assert [joined(chunks_of(body)) for body in found[:4]] == wanted
         whole = "[DONE]" in found[4] and joined(chunks_of(found[4])) == wanted[0]
         assert whole or '"error"' in found[4], "an answer with a clock is whole or says it is not"
-    assert two.get("/v1/everystep/load").json()["replica_deaths"] >= kills
     owner.both()
     assert len(shown(two, owner)) == 2, "those that died are shown no more"
 
@@ -476,7 +501,12 @@ def test_a_burst_has_two_replicas_and_then_one_again_and_loses_nothing(
         for thread in (*burst, always):
             thread.join()
         assert wrong == [] and seen == [1, 2, 1]
-        assert client.get("/v1/everystep/load").json()["replica_deaths"] == 0, "drained, not cut"
+        assert deaths(client) == 0, "drained, not cut"
+
+
+def deaths(client: httpx.Client) -> int:
+    """Replicas that died at work, as the server says it."""
+    return int(client.get("/v1/everystep/load").json()["replica_deaths"])
 
 
 def replicas_of(client: httpx.Client) -> int:

@@ -18,6 +18,9 @@ Departure = tuple[int, str]
 """Steps that began after an engine heard that a reader had left and before its rows were free, and
 what is wrong with the rows after that: nothing."""
 
+DRAIN_SECONDS = 0.2
+"""Of the replica whose requests have a longer deadline."""
+
 
 @contextmanager
 def departures() -> Iterator[list[Departure]]:

@@ -317,7 +317,8 @@ def whole_outcome(run: es.Trainer) -> dict[str, Any]:
 
 
 class Marks(es.TrainerCallback):
-    """Fills the parts of weights that this process has, after the third step."""
+    """Fills the parts of weights, and of what the optimizer keeps of them, that this process has,
+    after the third step."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -330,13 +331,24 @@ class Marks(es.TrainerCallback):
     def fill(self) -> None:
         assert self.run is not None
         with torch.no_grad():
-            for one in self.run.weights.named().values():
+            for one in [*self.run.weights.named().values(), *moments(self.run).values()]:
                 one.to_local().fill_(self.number)
+
+
+def moments(run: es.Trainer) -> dict[str, Any]:
+    """What the optimizer keeps of each weight, by the name of both; nothing before a run."""
+    found: dict[str, Any] = {}
+    state = {} if run.optimizer is None else run.optimizer.state
+    for name, one in run.weights.named().items():
+        held = state.get(one, {})
+        found |= {f"{name} {key}": held[key] for key in ("exp_avg", "exp_avg_sq") if held}
+    return found
 
 
 def marked(folder: Path, rank: int) -> dict[str, Any]:
     """A checkpoint whose parts are filled with the numbers of their processes: how many rows of
-    each weight are this one's, and what it finds there that has read them over zeros."""
+    each weight are this one's, and what it finds there, and in the optimizer, that has read them
+    over zeros."""
     marks, zeros = Marks(rank + 1), Marks(0)
     for one in (marks, zeros):
         one.run = noisy(folder / "marked", 2, fsdp=True, callbacks=[marks], max_steps=3)
@@ -345,7 +357,7 @@ def marked(folder: Path, rank: int) -> dict[str, Any]:
     own = {name: len(one.to_local()) for name, one in marks.run.weights.named().items()}
     zeros.fill()
     zeros.run.train(resume_from_checkpoint=True)
-    held = zeros.run.weights.named()
+    held = {**zeros.run.weights.named(), **moments(zeros.run)}
     return {"own": own, "read": {k: one.to_local().unique().tolist() for k, one in held.items()}}
 
 

@@ -221,7 +221,8 @@ def test_a_checkpoint_of_parts_is_a_folder_that_others_read(
 def test_each_part_of_a_checkpoint_is_where_its_process_had_it(
     together: list[dict[str, Any]], folder: Path
 ) -> None:
-    """Parts that were filled with the numbers of their processes, read by one and by two."""
+    """Parts that were filled with the numbers of their processes, read by one and by two: of
+    weights, and of what the optimizer keeps."""
     held = es.load_model(folder / "marked" / "checkpoint-3").state_dict()
     first, second = (one["marked"]["own"] for one in together)
     assert first.keys() == second.keys() <= held.keys() and len(first) > 10
@@ -229,7 +230,16 @@ def test_each_part_of_a_checkpoint_is_where_its_process_had_it(
         assert len(held[name]) == rows + second[name] and rows > 0
         assert (held[name][:rows] == 1).all() and (held[name][rows:] == 2).all(), name
     for number, one in enumerate(together, 1):
-        assert {*map(tuple, one["marked"]["read"].values())} <= {(number,), ()}
+        read = one["marked"]["read"]
+        assert len(read) == 3 * len(first), "weights, and two numbers of the optimizer for each"
+        assert {*map(tuple, read.values())} <= {(number,), ()}
+    alone = ranks.noisy(folder / "of marks", 1, max_steps=3)
+    alone.train(resume_from_checkpoint=folder / "marked" / "checkpoint-3")
+    kept = ranks.moments(alone)
+    assert len(kept) == 2 * len(first)
+    for name, one in kept.items():
+        rows = first[name.split()[0]]
+        assert (one[:rows] == 1).all() and (one[rows:] == 2).all(), name
 
 
 def test_models_that_cannot_lie_in_parts_are_refused(together: list[dict[str, Any]]) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 import everystep as es
+from everystep.executors.parallel.rank_server import RankServer
 from everystep.models.decoder import Decoder
 
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -44,11 +46,23 @@ def breaks_once(at: int, error: BaseException) -> None:
     Decoder._added = broken  # type: ignore[method-assign]
 
 
+def notes_what_is_left(folder: Path) -> None:
+    """Let this process write down, when it ends, how many executors it still has."""
+    serve = RankServer.serve
+
+    def noting(server: RankServer, meeting: int = 1) -> None:
+        serve(server, meeting)
+        (folder / "left").write_text(str(len(server._executors)))
+
+    RankServer.serve = noting  # type: ignore[method-assign]
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     if os.environ["RANK"] == "1":
         (folder / "pid").write_text(str(os.getpid()))
         breaks_once(15, ValueError("of one process alone"))
+        notes_what_is_left(folder)
     model = es.load_model(folder, parallel=2, parallel_timeout=PATIENCE)
     # The other serves from here on, and ends with this one.
     other = int((folder / "pid").read_text())
@@ -63,7 +77,8 @@ def main(folder: Path) -> None:
     Decoder._added = added  # type: ignore[method-assign]
     found |= {"after the interrupt": tried(call)}
     os.kill(other, signal.SIGSTOP)
-    found |= {"silent": tried(call)}
+    began = time.monotonic()
+    found |= {"silent": tried(call), "silent seconds": time.monotonic() - began}
     os.kill(other, signal.SIGCONT)
     found |= {"after the silence": tried(call)}
     found |= {"a second model": tried(lambda: es.load_model(folder, parallel=2))}

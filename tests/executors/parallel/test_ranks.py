@@ -17,6 +17,7 @@ import everystep as es
 from everystep.errors import RankError
 from everystep.executors.parallel import Crew
 from everystep.testing.models import tiny_llama
+from tests.executors.parallel import ranks
 from tests.executors.parallel.ranks import CALL, IDS
 from tests.reading import ROOT
 
@@ -68,6 +69,15 @@ def test_the_next_call_goes_on_with_the_same_processes(
     case: str, found: dict[str, Any], folder: Path
 ) -> None:
     assert found[f"after {case}"] == es.load_model(folder).generate(IDS, **CALL).tolist()
+
+
+def test_silence_is_an_error_when_the_time_is_over(found: dict[str, Any]) -> None:
+    assert ranks.PATIENCE <= found["silent seconds"] < ranks.PATIENCE + 10
+
+
+def test_the_others_keep_no_rows_of_calls_that_failed(found: dict[str, Any], folder: Path) -> None:
+    """Each of six calls opened an executor in the other; three of them ended by an error."""
+    assert int((folder / "left").read_text()) <= 2
 
 
 def test_a_process_that_cannot_load_says_why(tmp_path: Path) -> None:

@@ -257,6 +257,7 @@ def broken(rank: int, count: int, folder: Path) -> dict[str, str]:
         "metrics": {"compute_metrics": no_metrics, "eval_dataset": rows, "eval_on_start": True},
         "size": {
             "resume_from_checkpoint": str(folder / "one" / "checkpoint-6"),
+            "rows": Noisy(31),
             "per_step": 4,
             "max_steps": 14,
         },

@@ -344,6 +344,10 @@ def test_a_resumed_run_that_would_be_another_is_refused(
         ({"warmup_steps": 3}, r"warmup_steps 3 \(was 0\)"),
         ({"max_grad_norm": 0.1}, r"max_grad_norm 0\.1 \(was 1\.0\)"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        (
+            {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2}},
+            r"lr_scheduler_type 'polynomial'.*lr_scheduler_kwargs .*power.* \(was None\)",
+        ),
     ],
 )
 def test_a_resumed_run_with_other_choices_says_so(
@@ -390,6 +394,27 @@ def test_other_data_may_be_gone_on_with(begun: Path, tmp_path: Path) -> None:
     assert run.state.global_step == 6
     wanted = epoch_order(40, 42, 0, "random")[:4]
     assert read[-4:] == wanted
+
+
+def test_examples_that_are_other_ones_each_time_may_be_gone_on_with(tmp_path: Path) -> None:
+    """Their own generator is none that a seed reaches: the run says that it is not to the bit."""
+
+    class Drawn:
+        def __init__(self) -> None:
+            self._own = random.Random(3)
+
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> Any:
+            ids = [5, 9, self._own.randrange(10, 90), 2]
+            return {"input_ids": ids, "labels": [-100, *ids[1:]]}
+
+    over(tmp_path, Drawn(), max_steps=4).train()
+    with pytest.warns(UserWarning, match=r"other examples each time.*not to the bit"):
+        run = over(tmp_path, Drawn(), max_steps=4)
+        run.train(resume_from_checkpoint=tmp_path / "checkpoint-2")
+    assert run.state.global_step == 4
 
 
 def test_an_optimizer_of_your_own_keeps_its_rate(tmp_path: Path) -> None:

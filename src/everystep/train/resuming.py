@@ -68,7 +68,7 @@ def compare(folder: Path, then: Mapping[str, Any], now: Mapping[str, Any], *, sk
 
     `skips`: the run finds its place in the data again, which other data do not have.
     """
-    other = [name for name in now if name in then and then[name] != now[name]]
+    other = [name for name in now if name in then and not _same(name, then, now)]
     order = [name for name in other if name in (*_OF_ORDER, _DATA)]
     if order and skips:
         name = order[0]
@@ -85,12 +85,25 @@ def compare(folder: Path, then: Mapping[str, Any], now: Mapping[str, Any], *, sk
         warnings.warn(
             f"the run goes on from {folder} in another way than it began: {each}", stacklevel=4
         )
+    if not now[_DATA]["digest"]:
+        warnings.warn(
+            "train_dataset makes other examples each time they are read, whatever the seed: the "
+            f"run goes on from {folder}, but not to the bit",
+            stacklevel=4,
+        )
     if not then:
         warnings.warn(
             f"{folder} does not say of which seed, data and schedule it is: the run goes on with "
             "those of now",
             stacklevel=4,
         )
+
+
+def _same(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether a choice is the same; of data without a digest the number decides."""
+    if name == _DATA and "" in (then[_DATA]["digest"], now[_DATA]["digest"]):
+        return bool(then[_DATA]["examples"] == now[_DATA]["examples"])
+    return bool(then[name] == now[name])
 
 
 def _told(value: Any) -> str:

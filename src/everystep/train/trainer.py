@@ -954,7 +954,10 @@ class Trainer:
         if self._described is None:
             rows = self._required_rows()
             step = 1 if rows.fixed else -(-len(rows) // _DIGESTED)
-            digest = digest_of(partial(self._row, rows, epoch=0), range(0, len(rows), step))
+            read, places = partial(self._row, rows, epoch=0), range(0, len(rows), step)
+            digest = digest_of(read, places)
+            if not rows.fixed and digest != digest_of(read, places):
+                digest = ""  # they draw from elsewhere than the global generators
             own = self._given[1] is not None
             count = len(rows) // rows.per_example
             self._described = described(self.args, count, digest, own_schedule=own)

@@ -186,7 +186,7 @@ class PackedAdapter:
         self._packing = Packing()
         count = stack.layers
         layers = (ChangesOfLayer * count)()
-        most, turns = 0, 0
+        most, most_down, turns = 0, 0, 0
         for index in range(count):
             for place, read in enumerate(_READS):
                 changes = adapter.targets.get(f"layers.{index}.{read}", ())
@@ -200,10 +200,12 @@ class PackedAdapter:
                     bias = getattr(cast(Decoder, network).layers[index], read).bias
                     maps = _maps_of(stack.layer[index], read)
                     most = max(most, self._put(layers[index], place, changes, maps, bias))
+                    ranks = layers[index].down[place].rows
+                    most_down = max(most_down, -(-ranks // PANEL) * PANEL)
                     self._turn(layers[index], place, turned, maps)
                     turns = max(turns, len(turned))
         self._packing.alive.append(layers)
-        self.structure = AdapterMatrices(count, most, turns, layers)
+        self.structure = AdapterMatrices(count, most, most_down, turns, layers)
 
     def _put(
         self,

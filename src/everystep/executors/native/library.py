@@ -23,7 +23,7 @@ from everystep.errors import (
 from everystep.executors.native.build import COMMAND, fitting_sets, library_path
 from everystep.files.sources import SourceSettings
 
-INTERFACE = 21
+INTERFACE = 22
 
 
 class Matrix(Structure):
@@ -210,7 +210,7 @@ class AdapterMatrices(Structure):
     """An adapter."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("layers", "most", "most_turns")),
+        *((name, c_int64) for name in ("layers", "most", "most_down", "most_turns")),
         ("layer", POINTER(ChangesOfLayer)),
     )
 

@@ -39,7 +39,7 @@ Runner& of(void* runner) { return *static_cast<Runner*>(runner); }
 
 extern "C" {
 
-int32_t es_interface() { return 21; }
+int32_t es_interface() { return 22; }
 
 // Sizes of the structures, so that their mirror in Python can be checked.
 void es_sizes(int64_t* out) {

@@ -197,6 +197,7 @@ struct LayerChanges {
 struct Adapter {
     int64_t layers;
     int64_t most;        // values that are made of what is read, in whole panels
+    int64_t most_down;   // those that a `down` makes
     int64_t most_turns;  // of what a layer reads at one place
     const LayerChanges* layer;
 };

@@ -34,6 +34,7 @@ Uses::Uses(const Work& work, int64_t begin, int64_t end) {
         while (next < count() && next - i < kFewApart && together(uses_[next])) ++next;
         tiles_.push_back({uses_[i].adapter, i, next - i});
         most_ = std::max(most_, uses_[i].adapter->most);
+        most_down_ = std::max(most_down_, uses_[i].adapter->most_down);
     }
 }
 
@@ -272,7 +273,7 @@ void Runner::reduce_down(Member& member, const Part& part, int64_t index, ReadOf
     if (items >= 2 * crew_->size() || crew_->size() == 1)
         return crew_->share(member, items, [&](int64_t item) { multiply(item, 0, kPieces, whole); });
     const auto piece_of = [&](int64_t use, int64_t piece) {
-        return reduced_.data() + ((1 + piece) * uses.count() + use) * uses.most();
+        return whole(uses.count()) + (piece * uses.count() + use) * uses.most_down();
     };
     crew_->share(
         member, items * kPieces,
@@ -291,7 +292,9 @@ void Runner::reduce_down(Member& member, const Part& part, int64_t index, ReadOf
         });
 }
 
-int64_t Runner::reduced_size(const Uses& uses) { return (1 + kPieces) * uses.count() * uses.most(); }
+int64_t Runner::reduced_size(const Uses& uses) {
+    return uses.count() * (uses.most() + kPieces * uses.most_down());
+}
 
 PanelChanges::PanelChanges(const Uses& uses, int64_t index, ChangedMap map, const Linear& linear,
                            const Inputs& in, const Inputs& turned, const float* reduced, float* room)

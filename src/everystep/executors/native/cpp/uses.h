@@ -43,6 +43,8 @@ class Uses {
     int64_t slot_of(int64_t row) const { return slot_of_[row]; }
     // Rows of what is made of one use at most, in whole panels.
     int64_t most() const { return most_; }
+    // Those that `down` makes.
+    int64_t most_down() const { return most_down_; }
 
     // How many panels the largest `down` of a layer has.
     int64_t panels(int64_t index, ReadOf read) const;
@@ -56,7 +58,7 @@ class Uses {
     std::vector<Use> uses_;
     std::vector<UseTile> tiles_;
     std::vector<int64_t> slot_of_;
-    int64_t slots_ = 0, most_ = 0;
+    int64_t slots_ = 0, most_ = 0, most_down_ = 0;
 };
 
 // A row as one turn of one use makes it. `from`: the turned row that it is made of, that of the next

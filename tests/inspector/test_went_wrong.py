@@ -31,7 +31,7 @@ from tests.inspector.test_questions import (
 )
 from tests.reading import ROOT
 
-pytestmark = [needs_chromium, pytest.mark.model]
+pytestmark = pytest.mark.model
 GUIDE = ROOT / "docs" / "guide" / "why-it-went-wrong.md"
 
 
@@ -94,6 +94,12 @@ def page(cases: Cases, browser: Browser) -> Iterator[Screen]:
     assert screen.problems == []
 
 
+def test_its_code_runs(cases: Cases) -> None:
+    kinds = ("template", "city", "name", "sea", "longer", "drafts")
+    assert {one.stem for one in cases.folder.iterdir()} == {*kinds}
+
+
+@needs_chromium
 def test_a_prompt_without_its_end(cases: Cases, page: Screen) -> None:
     read = page.open("template").reach(".prompt")
     turn = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n"
@@ -106,6 +112,7 @@ def es_marked(text: str) -> str:
     return text.replace(" ", "·").replace("\n", "⏎")
 
 
+@needs_chromium
 def test_a_grammar_that_leaves_no_right_answer(cases: Cases, page: Screen) -> None:
     logits, ids = cases.logits("city"), cases.raw("city").tokens()
     spell = cases.names["tokenizer"].decode
@@ -136,6 +143,7 @@ def test_a_grammar_that_leaves_no_right_answer(cases: Cases, page: Screen) -> No
     assert close(missed, kept - float(logits[0, paris[0]]))
 
 
+@needs_chromium
 def test_a_penalty_that_kills_a_name(cases: Cases, page: Screen) -> None:
     raw, logits = cases.raw("name"), cases.logits("name")
     ids, prompt = raw.tokens(), raw.about()["prompt"]
@@ -157,6 +165,7 @@ def test_a_penalty_that_kills_a_name(cases: Cases, page: Screen) -> None:
     assert "Ottoline" in otherwise and otherwise == es_marked(cases.names["plain"])
 
 
+@needs_chromium
 def test_a_beam_that_ended_early(cases: Cases, page: Screen) -> None:
     raw = cases.raw("sea")
     (end,) = raw.ends()
@@ -179,6 +188,7 @@ def test_a_beam_that_ended_early(cases: Cases, page: Screen) -> None:
     assert longer["length"] > len(ids)
 
 
+@needs_chromium
 def test_a_draft_model_that_is_never_right(cases: Cases, page: Screen) -> None:
     raw, plain = cases.raw("drafts"), cases.logits("drafts").argmax(-1).tolist()
     assert raw.tokens() == plain  # the text is right

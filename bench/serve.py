@@ -1,7 +1,7 @@
 """What does HTTP cost beside the engine in process, and how fast are other servers?
 
     scripts/bench serve [--streams 1,8,32] [--tokens 64] [--requests 2] [--servers NAME,...]
-                        [--heavy]
+                        [--heavy] [--hostile]
 
 One generator of load asks everybody for the same prompts, greedily: the engine in a process of its
 own through a socket for each stream, `everystep serve` over HTTP, and other servers, each in an
@@ -12,7 +12,8 @@ A row has tokens per second, seconds to the first token, seconds between tokens 
 installed or started is listed with its error.
 
 With --heavy, `everystep serve` is also asked for what is much to read, and what a neighbour's
-stream waits meanwhile is told in its own steps.
+stream waits meanwhile is told in its own steps. With --hostile, each server is asked for a few
+tokens while 200 hostile connections are open, and while none is.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from parts.crowd import beside_crowd
 from parts.environments import Unavailable, default_folder
 from parts.heavy import beside, heavy_asks
 from parts.load import LoadFigures, OverHttp, OverSockets, Target, load
@@ -185,6 +187,24 @@ def heavy(everybody: list[Contender]) -> list[dict[str, Any]]:
     return found
 
 
+def hostile(everybody: list[Contender]) -> list[dict[str, Any]]:
+    """What a request takes beside hostile connections, and without any."""
+    found = []
+    for one in everybody:
+        if not isinstance(one.target, OverHttp):
+            continue
+        for connections in (0, 200):
+            figures = beside_crowd(one.target.port, one.target.model, connections)
+            found.append({"server": one.name, **asdict(figures)})
+            print(
+                f"{one.name:20} {connections:3} hostile connections   median"
+                f" {figures.median_s:6.3f} s   longest {figures.longest_s:6.3f} s"
+                f"   {figures.wrong} of {figures.requests} not answered",
+                flush=True,
+            )
+    return found
+
+
 def main() -> None:
     """A line for each server and count of streams, and a dated file."""
     parser = options(__doc__, threads=2)
@@ -195,6 +215,7 @@ def main() -> None:
     names = ",".join((IN_PROCESS, *(one.name for one in SERVERS)))
     parser.add_argument("--servers", default=names)
     parser.add_argument("--heavy", action="store_true", help="ask for what is much to read, too")
+    parser.add_argument("--hostile", action="store_true", help="ask beside hostile connections")
     parser.add_argument("--peers", type=Path, default=default_folder(), metavar="FOLDER")
     args = parser.parse_args()
     counts = [int(one) for one in args.streams.split(",")]
@@ -205,6 +226,7 @@ def main() -> None:
             for streams in counts:
                 rows += [measured(one, streams, args, number) for one in everybody]
         waits = heavy(everybody) if args.heavy else []
+        crowded = hostile(everybody) if args.hostile else []
     versions = {
         pin.split("==")[0]: pin.partition("==")[2]
         for kind in SERVERS
@@ -219,6 +241,7 @@ def main() -> None:
             "rows": rows,
             "http_keeps": shares(rows),
             "heavy": waits,
+            "hostile": crowded,
             "absent": absent,
             "says": {one.name: one.says for one in everybody},
             "reads": reads,

@@ -82,6 +82,8 @@ class Client:
 
 
 CLIENTS = (
+    Client("openai", "3.57.0", "openai_client", ("openai==3.57.0",)),
+    Client("anthropic", "2.14.0", "anthropic_client", ("anthropic==2.14.0",)),
     Client(
         "langchain-openai",
         "1.7.4",

@@ -6,7 +6,9 @@ import json
 import re
 import subprocess
 import threading
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import everystep as es
 from tests.cli.running import everystep
 from tests.clients.client import CLIENTS, Client
 from tests.clients.page import table, written
+from tests.reading import ROOT
 
 MODEL = "smollm2-135m-instruct"
 
@@ -74,3 +77,11 @@ def test_the_page_says_what_the_programs_show() -> None:
     for one in CLIENTS:
         assert one.shown()
         assert not one.pins or any(pin.endswith(f"=={one.release}") for pin in one.pins)
+
+
+def test_the_clients_of_the_tests_are_of_the_releases_in_the_table() -> None:
+    for name in ("openai", "anthropic"):
+        (one,) = [client for client in CLIENTS if client.name == name]
+        assert version(name) == one.release and one.pins == (f"{name}=={one.release}",)
+        wanted = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+        assert f"{name}=={one.release}" in wanted["project"]["optional-dependencies"]["test"]

@@ -2,167 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import random
 import socket
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
+from bench.parts.crowd import JSON, START, Crowd, beside_crowd, body_of
 from everystep.server.exchange import FrontSettings
 from tests.server.programs import program
 from tests.server.serving import served
 from tests.server.test_strangers import HELLO, idle
-
-JSON = b"Content-Type: application/json\r\n"
-START = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-
-
-# --- what comes one byte at a time ----------------------------------------------------------------
-
-
-def _body(**more: Any) -> bytes:
-    return json.dumps({**HELLO, **more}).encode()
-
-
-def slow_head(number: int) -> tuple[bytes, bytes]:
-    """What is sent at once, and what is sent byte by byte."""
-    return b"", START + JSON + b"X-Number: %d\r\n" % number * 40
-
-
-def slow_body(number: int) -> tuple[bytes, bytes]:
-    body = _body(user="x" * 1000)
-    return START + JSON + b"Content-Length: %d\r\n\r\n" % len(body), body
-
-
-def silent(number: int) -> tuple[bytes, bytes]:
-    return b"", b""
-
-
-def slow_reader(number: int) -> tuple[bytes, bytes]:
-    body = _body(max_tokens=3000, ignore_eos=True, stream=True, logprobs=5)
-    return START + JSON + b"Content-Length: %d\r\n\r\n" % len(body) + body, b""
-
-
-# --- what lies ------------------------------------------------------------------------------------
-
-
-def flood_of_headers(number: int) -> tuple[bytes, bytes]:
-    return START + b"".join(b"X-%d: %s\r\n" % (i, b"y" * 40) for i in range(4000)), b""
-
-
-def endless_header(number: int) -> tuple[bytes, bytes]:
-    return START + b"X: " + b"y" * 300_000, b""
-
-
-def half_closed(number: int) -> tuple[bytes, bytes]:
-    body = _body()
-    return START + JSON + b"Content-Length: %d\r\n\r\n" % len(body) + body, b""
-
-
-def too_little(number: int) -> tuple[bytes, bytes]:
-    return START + JSON + b"Content-Length: 5000\r\n\r\n" + _body(), b""
-
-
-def too_much(number: int) -> tuple[bytes, bytes]:
-    return START + JSON + b"Content-Length: 5\r\n\r\n" + _body(), b""
-
-
-def wrong_lengths(number: int) -> tuple[bytes, bytes]:
-    lengths = (b"-1", b"1e3", b"0x10", b"99999999999999999999", b"5\r\nContent-Length: 9")
-    return START + JSON + b"Content-Length: " + lengths[number % 5] + b"\r\n\r\n" + _body(), b""
-
-
-def wrong_chunks(number: int) -> tuple[bytes, bytes]:
-    sizes = (b"zz", b"-5", b"ffffffffffffffffff", b"5;x=" + b"y" * 9000, b"")
-    head = START + JSON + b"Transfer-Encoding: chunked\r\n\r\n"
-    return head + sizes[number % 5] + b"\r\n" + _body() + b"\r\n0\r\n\r\n", b""
-
-
-def both_lengths(number: int) -> tuple[bytes, bytes]:
-    head = START + JSON + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
-    return head + b"0\r\n\r\nGET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n", b""
-
-
-def no_http(number: int) -> tuple[bytes, bytes]:
-    return random.Random(number).randbytes(3000), b""
-
-
-KINDS: tuple[Callable[[int], tuple[bytes, bytes]], ...] = (
-    slow_head,
-    slow_head,
-    slow_head,
-    slow_body,
-    slow_body,
-    silent,
-    slow_reader,
-    flood_of_headers,
-    endless_header,
-    half_closed,
-    too_little,
-    too_much,
-    wrong_lengths,
-    wrong_chunks,
-    both_lengths,
-    no_http,
-)
-
-
-class Crowd:
-    """Hostile connections, which go on until they are told to stop."""
-
-    def __init__(self, port: int, count: int) -> None:
-        self.over = threading.Event()
-        self.slow: list[tuple[socket.socket, Iterator[int]]] = []
-        self.all: list[tuple[str, socket.socket]] = []
-        for number in range(count):
-            kind = KINDS[number % len(KINDS)]
-            client = socket.create_connection(("127.0.0.1", port))
-            client.settimeout(10)
-            self.all.append((kind.__name__, client))
-            at_once, slowly = kind(number)
-            with suppress(OSError):  # a server may close while a flood is still being sent
-                client.sendall(at_once)
-                if kind is half_closed:
-                    client.shutdown(socket.SHUT_WR)
-            if slowly:
-                self.slow.append((client, iter(slowly)))
-        self._thread = threading.Thread(target=self._drip)
-
-    def _drip(self) -> None:
-        while not self.over.wait(1.0):
-            for client, rest in self.slow:
-                with suppress(OSError):
-                    client.sendall(bytes([next(rest)]))
-
-    def __enter__(self) -> Crowd:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.over.set()
-        self._thread.join()
-        for _, client in self.all:
-            client.close()
-
-    def statuses(self, kind: str) -> Counter[str]:
-        """How connections of this kind were answered; "" for none, or one that was closed."""
-        found: Counter[str] = Counter()
-        for name, client in self.all:
-            if name == kind:
-                try:
-                    told = client.recv(4096)
-                except OSError:
-                    told = b""
-                found[told[9:12].decode() if told.startswith(b"HTTP/1.1 ") else ""] += 1
-        return found
 
 
 def test_two_hundred_hostile_connections_cost_nobody_else_anything(tmp_path: Path) -> None:
@@ -194,6 +45,15 @@ def test_two_hundred_hostile_connections_cost_nobody_else_anything(tmp_path: Pat
         assert ask() == wanted
 
 
+def test_what_the_benchmark_measures_is_answered() -> None:
+    with served() as server:
+        for connections in (0, 40):
+            found = beside_crowd(server.port, "tiny", connections, 6)
+            assert (found.connections, found.requests, found.wrong) == (connections, 6, 0)
+            assert 0 < found.median_s <= found.longest_s
+        assert idle(server)
+
+
 # --- heads of requests ----------------------------------------------------------------------------
 
 
@@ -208,7 +68,7 @@ def test_a_head_that_comes_too_slowly_is_answered_and_closed() -> None:
 
 
 def test_a_second_head_on_a_connection_is_bounded_too() -> None:
-    body = _body()
+    body = body_of()
     whole = START + JSON + b"Content-Length: %d\r\n\r\n" % len(body) + body
     with served(settings=FrontSettings(head_seconds=0.3, head_bytes=500)) as server:
         for second, status in ((b"POST /v1", b" 408 "), (START + b"X: " + b"y" * 600, b" 431 ")):

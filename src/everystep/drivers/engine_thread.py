@@ -371,7 +371,7 @@ class Desk:
 
     @property
     def drivers(self) -> list[Driver]:
-        """What drives the engines that there are."""
+        """The drivers of the engines that there are."""
         return list(self._threads)
 
     # --- the end ----------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def _extractor(model: LanguageModel, path: str) -> WhisperFeatureExtractor | Non
 def main(descriptor: str, orders: str) -> None:
     """Serve the front at the other end of this descriptor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front's; it says when to end
-    write_warnings(sys.stderr)
+    write_warnings()
     read = msgspec.json.decode(orders, type=EngineOrders)
     if read.threads is not None:
         import torch

@@ -24,6 +24,7 @@ log = logging.getLogger("everystep.server.requests")
 LINE = "everystep.line"
 """The name in a scope under which the line of its request stands; no client can set it."""
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD")
+_STANDARD_ERROR = 2
 UNKNOWN = "(unknown)"
 """The name of a method or a route that the server does not have."""
 
@@ -115,21 +116,17 @@ class LogObjects(logging.Formatter):
 class LogWriter(logging.Handler):
     """A handler whose lines a thread writes: a reader who takes none keeps nobody waiting.
 
-    `most`: lines that may wait. `lost`: those that came when so many did; where lines are taken
-    again, one says how many are missing.
+    `stream`: or the descriptor of one. `most`: lines that may wait. `lost`: those that came when so
+    many did; where lines are taken again, one says how many are missing.
     """
 
-    def __init__(self, stream: TextIO, most: int = 10_000) -> None:
+    def __init__(self, stream: TextIO | int, most: int = 10_000) -> None:
         super().__init__()
         self._stream, self.lost = stream, 0
         self._told = 0
         self._waiting: queue.Queue[str] = queue.Queue(most)
         self._thread: threading.Thread | None = None
-        try:
-            # Without the stream's lock, which the end of the program would wait for.
-            self._descriptor: int | None = stream.fileno()
-        except (OSError, ValueError, AttributeError):
-            self._descriptor = None
+        self._descriptor = stream if isinstance(stream, int) else _descriptor_of(stream)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Put the line of a record in line, or count it as lost."""
@@ -166,8 +163,9 @@ class LogWriter(logging.Handler):
 
     def _write(self, text: str) -> None:
         if self._descriptor is None:
-            self._stream.write(text)
-            self._stream.flush()
+            if not isinstance(self._stream, int):
+                self._stream.write(text)
+                self._stream.flush()
             return
         left = text.encode(errors="replace")
         while left:
@@ -181,6 +179,15 @@ class LogWriter(logging.Handler):
         self._told = lost
         made = logging.LogRecord(log.name, logging.WARNING, "", 0, text, None, None)
         return self.format(made) + "\n"
+
+
+def _descriptor_of(stream: TextIO) -> int | None:
+    """Return where a stream writes to, None where that is no file: writing there needs no lock of
+    the stream, which the end of the program would wait for."""
+    try:
+        return stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def lost_lines() -> int:
@@ -200,6 +207,7 @@ def write_log(stream: TextIO, *, as_json: bool) -> None:
     logging.basicConfig(level=level, format="%(message)s", handlers=[handler])
 
 
-def write_warnings(stream: TextIO) -> None:
-    """Write what goes wrong in this process to a stream from now on, as text."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[LogWriter(stream)])
+def write_warnings() -> None:
+    """Write what goes wrong in this process to its standard error from now on, as text."""
+    handlers = [LogWriter(_STANDARD_ERROR)]
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=handlers)

@@ -23,7 +23,7 @@ from everystep.server.request_log import write_warnings
 
 def main(descriptor: str, orders: str) -> None:
     """Serve the front at the other end of this descriptor."""
-    write_warnings(sys.stderr)
+    write_warnings()
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front's; it says when to end
     read = msgspec.json.decode(orders, type=ReplicaOrders)

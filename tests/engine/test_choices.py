@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from everystep.draws import SeededDraws
 from everystep.engine import Engine, Lockstep
+from everystep.engine.batches import best_needed
 from everystep.processors.warpers import TemperatureLogitsWarper
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Greedy, Sample
 from everystep.testing.hash_model import HashExecutor
 from everystep.types import Prompt, Request, Wants
+from everystep.types.hooks import Hook
 from everystep.types.request import Strategy
 from tests.judges.drive import Drive
 from tests.laws.test_best import BestExecutor
@@ -60,3 +64,13 @@ def _run(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
         going.submit(one)
     going.finish()
     return {name: group.done[0].tokens.tolist() for name, group in going.groups.items()}
+
+
+@pytest.mark.parametrize("reads", [(), ("hidden",), ("logits",), ("scores",)])
+def test_a_whole_row_is_read_for_hooks_that_read_scores_alone(reads: tuple[str, ...]) -> None:
+    hook = type("Reading", (Hook,), {"reads": reads})()
+    prompt = Prompt(ids=np.array([5, 6, 7]))
+    asked = Request("0", prompt, Greedy(), SeededDraws(5), max_length=8, hooks=(hook,))
+    whole = bool({"logits", "scores"} & {*reads})
+    plain = best_needed(replace(asked, hooks=()), 50)
+    assert plain == 1 and best_needed(asked, 50) == (0 if whole else plain)

@@ -1,7 +1,7 @@
 """The table of faces: every call, argument, kind of prompt and executor.
 
 A cell asks for one thing in one way. Its tokens are those of `model.generate`, or it is refused
-for a reason that a guide has.
+for the reason that stands in `refusals.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,6 +23,7 @@ from everystep.config.installed import HOOKS, PROCESSORS
 from everystep.errors import RequestError
 from everystep.requests.door import KEYWORDS
 from everystep.testing.models import tiny_llama
+from tests.adapters.making import PROJECTIONS, random_lora, write_folder
 from tests.cli.running import Caller
 from tests.switching.arguments import ASKED, BASE, IDS, TOKENIZER, Given, resolved
 
@@ -131,6 +134,12 @@ def engine(asked: Asked) -> Tokens:
     return of(asyncio.run(submitted()))
 
 
+def score_of(asked: Asked, tokens: list[int]) -> es.Score:
+    """How likely these tokens are after the prompt."""
+    given = {name: one for name, one in asked.given.items() if name in SCORED}
+    return es.score(asked.model, TOKENIZER, tokens, after=asked.content(), **given)
+
+
 def line(asked: Asked) -> Tokens:
     """The command line, for keywords that it has options for."""
     assert asked.call is not None
@@ -165,6 +174,9 @@ FACES: dict[str, Callable[[Asked], Tokens]] = {
 }
 
 
+SCORED = ("adapter_names", "steer")
+"""The arguments that change how likely a text is, and that `es.score` takes."""
+
 NAMED_THERE = {PROCESSORS.keyword, HOOKS.keyword}
 TYPED = {keyword_of(name) for name, one in OPTIONS.items() if one.kind is None} - NAMED_THERE
 """The keywords that the command line has options for, whose values are typed as they are;
@@ -185,15 +197,22 @@ def cells() -> Iterator[Cell]:
 
 
 def model_of(executor: Any) -> LanguageModel:
+    """A decoder with an adapter named formal."""
     made = tiny_llama(vocab_size=320, hidden_size=16, dtype=torch.float32)
-    return LanguageModel(made.core, made.generation_config, executor=executor)
+    model = LanguageModel(made.core, made.generation_config, executor=executor)
+    with TemporaryDirectory() as folder:
+        lora = random_lora(model.state_dict(), 4, PROJECTIONS[:2])
+        floats = {name: values.float() for name, values in lora.items()}
+        model.load_adapter(write_folder(Path(folder) / "formal", floats), "formal")
+    return model
 
 
-def given_for(cell: Cell, model: LanguageModel) -> Given:
-    """The keywords of a cell; a seed is that of the row, but on the command line of the call."""
+def given_for(cell: Cell, model: LanguageModel, plain: list[int] | None = None) -> Given:
+    """The keywords of a cell; a seed is that of the row, but on the command line of the call.
+    `plain`: what a plain run says, unless that is said of ids."""
     given = dict(BASE)
     if cell.argument is not None:
-        value, beside = resolved(model, cell.argument)
+        value, beside = resolved(model, cell.argument, plain)
         given = {**beside, cell.argument: value}
     seed = given.get("seed")
     if isinstance(seed, int) and cell.face != "the command line":

@@ -7,19 +7,30 @@ or recurrent layers, and a decoder is asked by messages too.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 
 import everystep as es
-from everystep.errors import EverystepError
+from everystep.errors import EverystepError, RequestError
 from tests.cli.conftest import call  # noqa: F401  (a fixture)
 from tests.cli.running import Caller
-from tests.faces.table import FACES, TOKENIZER, TYPED, Asked, Cell, Tokens, arguments, given_for
-from tests.faces.test_faces import guides
-from tests.faces.tight import SUBJECTS, TightCell
+from tests.faces.refusals import reasons
+from tests.faces.table import (
+    FACES,
+    TOKENIZER,
+    TYPED,
+    Asked,
+    Cell,
+    Tokens,
+    arguments,
+    given_for,
+    score_of,
+)
+from tests.faces.test_faces import require_reason, tried
+from tests.faces.tight import SUBJECTS, TightCell, plain_of
 from tests.matrix.rows import ROWS
 
 DRAWN, ALL = 100, 3000
@@ -47,7 +58,12 @@ class KindCell(NamedTuple):
     def given(self) -> dict[str, Any]:
         """The keywords, anew for each call."""
         cell = Cell(self.face, self.argument, self.prompt, self.executor)
-        given = given_for(cell, self.prompted.model)
+        plain, length = plain_of(self.subject, self.executor, self.prompt)
+        given = given_for(cell, self.prompted.model, plain)
+        if self.argument == "max_length":  # which counts the prompt, too
+            given["max_length"] = length + 3
+        elif self.argument == "min_length":
+            given["min_length"] = length + 5
         # An answer to messages is drawn unless somebody says how it is chosen.
         return {"do_sample": False, **given} if self.prompt == "messages" else given
 
@@ -80,14 +96,6 @@ def first(cell: KindCell) -> Tokens:
     return [[*one] for one in found if one]
 
 
-def tried(ask: Callable[[], Tokens]) -> Tokens | EverystepError:
-    """The tokens of a call, or why it is refused."""
-    try:
-        return ask()
-    except EverystepError as error:
-        return error
-
-
 def check(cell: KindCell, call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     prompted = cell.prompted
     if cell.face == "the command line":
@@ -99,10 +107,12 @@ def check(cell: KindCell, call: Caller, monkeypatch: pytest.MonkeyPatch) -> None
         return [[*tokens] for tokens in FACES[cell.face](one) if tokens]
 
     wanted, found = tried(lambda: first(cell)), tried(asked)
-    if isinstance(found, EverystepError):
-        known = cell.argument is None or f"`{cell.argument}" in guides()
-        assert isinstance(wanted, EverystepError) or known, f"no guide says why: {found}"
-    else:
+    for face, one in (("model.generate", wanted), (cell.face, found)):
+        expected = [*reasons(face, cell.argument, cell.prompt, cell.subject)]
+        assert isinstance(one, EverystepError) == bool(expected), f"{face}: {one}, {expected}"
+        if isinstance(one, EverystepError):
+            require_reason(one, expected)
+    if not isinstance(found, EverystepError) and not isinstance(wanted, EverystepError):
         assert found == wanted
 
 
@@ -146,3 +156,29 @@ def test_a_call_that_forgets_an_argument_is_noticed(monkeypatch: pytest.MonkeyPa
 
 def _base(asked: Asked) -> dict[str, Any]:
     return {name: one for name, one in asked.given.items() if name != "suppress_tokens"}
+
+
+def scored_cells() -> Iterator[tuple[str, str]]:
+    for subject, kind in SUBJECTS.items():
+        yield from ((subject, prompt) for prompt in kind.prompts if "embeds" not in prompt)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("subject", "prompt"), [*scored_cells()])
+def test_a_score_is_that_of_what_was_generated(subject: str, prompt: str) -> None:
+    executor = SUBJECTS[subject].executors[-1]
+    cell = KindCell("es.score", None, subject, prompt, executor).prompted
+    given: dict[str, Any] = {"max_new_tokens": 4, "eos_token_id": None, "do_sample": False}
+    asked = Asked(cell.model, prompt, given, own=cell)
+    given = {**given, "logprobs": 0, "return_dict_in_generate": True, "pad_token_id": 0}
+    try:
+        (one,) = es.generate(cell.model, TOKENIZER, [cell.content()], **given)
+    except EverystepError as error:
+        require_reason(error, [*reasons("es.generate", None, prompt, subject)])
+        return
+    if prompt == "holes" and "encoder" not in subject:
+        with pytest.raises(RequestError, match="a text is scored after ids alone"):
+            score_of(asked, [*one.tokens])
+        return
+    found = score_of(asked, [*one.tokens]).logprobs.tolist()
+    assert found == pytest.approx(one.logprobs.logprobs.tolist(), abs=1e-4)

@@ -314,10 +314,11 @@ WITHOUT_EFFECT: dict[str | tuple[str, str], str] = {
 """Argument, or face and argument -> why nothing changes in this call."""
 
 
-def resolved(model: LanguageModel, name: str) -> tuple[Any, Given]:
-    """The value that is given, and what stands beside it."""
+def resolved(model: LanguageModel, name: str, plain: list[int] | None = None) -> tuple[Any, Given]:
+    """The value that is given, and what stands beside it; `plain`: what a plain run says, unless
+    that is said after `PROMPT`."""
     value, beside = ASKED[name]
-    new = model.generate(PROMPT, **BASE)[0, 3:].tolist()
+    new = model.generate(PROMPT, **BASE)[0, 3:].tolist() if plain is None else plain
     for key, one in {name: value, **beside}.items():
         if isinstance(one, str) and one in ("first", "second", "text"):
             one = {"first": new[0], "second": new[1], "text": TOKENIZER.decode(new[:2])}[one]

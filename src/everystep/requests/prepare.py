@@ -390,8 +390,8 @@ def _settled(
     if context is not None and (whose or by in e.caller) and positions > context:
         e = e.noting(
             f"{by}={e[by]}{whose} leads beyond what the model was made for; wanted at most "
-            f"{context} positions; got {inputs.total_width} of the prompt and up to {new} new. "
-            f"Lower {by}, or expect the text to get worse there."
+            f"{context} positions; got {inputs.total_width} of the prompt and up to {new} new "
+            f"ones. Lower {by}, or expect the text to get worse there."
         )
     if not inputs.width and inputs.source is None:
         e = e.noting(*unseen_prompt(e))

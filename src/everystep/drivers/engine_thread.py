@@ -365,11 +365,6 @@ class Desk:
             one.notice()
 
     @property
-    def steps_under_way(self) -> list[int | None]:
-        """The number of the step that each thread takes now, None between two."""
-        return [one.step_under_way for one in self.drivers]
-
-    @property
     def drivers(self) -> list[Driver]:
         """The drivers of the engines that there are."""
         return list(self._threads)

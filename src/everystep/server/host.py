@@ -497,8 +497,8 @@ class EngineHost:
 
     def _steps(self) -> list[int | None]:
         """Return the number of the step that each thread takes now, None between two."""
-        desks = [one.desk for one in self._models.values()]
-        return [self._runs.step_under_way, *(step for d in desks for step in d.steps_under_way)]
+        drivers = [one for hosted in self._models.values() for one in hosted.desk.drivers]
+        return [self._runs.step_under_way, *(one.step_under_way for one in drivers)]
 
     def _news(self, id: int, under: _Under) -> list[RowNews]:
         box = under.one.box

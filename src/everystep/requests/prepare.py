@@ -386,7 +386,7 @@ def _settled(
         _check_least(e, by, inputs.counted_width, limits)
     new = max(limits)
     positions = inputs.total_width + new - 1  # the last token is not fed
-    whose = " of the checkpoint" if e.source(by) == "checkpoint" else ""
+    whose = " of the checkpoint" if e.sources[by] == "checkpoint" else ""
     if context is not None and (whose or by in e.caller) and positions > context:
         e = e.noting(
             f"{by}={e[by]}{whose} leads beyond what the model was made for; wanted at most "

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from everystep.errors import RequestError, shown
-from everystep.types import FinishReason, Times
+from everystep.types import FinishReason, took
 from everystep.types.given_tensors import require_tensor
 
 Layers = tuple[Tensor, ...]
@@ -160,12 +160,12 @@ def encoder_states(outputs: Any, name: str = "encoder_outputs") -> Tensor:
     )
 
 
-def timings_of(times: Times | None, now: float, tokens: int) -> dict[str, float] | None:
+def timings_of(times: Mapping[str, float], now: float, tokens: int) -> dict[str, float] | None:
     """Return the seconds of one sequence with so many tokens by name, and how many tokens after the
     first came in one; None where nobody timed it."""
-    if times is None:
+    if not times:
         return None
-    first, total = times.took(now)
+    first, total = took(times, now)
     speed = (tokens - 1) / (total - first) if tokens > 1 and total > first else 0.0
     seconds = {"prompt_seconds": first, "decode_seconds": total - first, "total_seconds": total}
     return {**seconds, "tokens_per_second": speed}

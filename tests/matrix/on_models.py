@@ -1,7 +1,8 @@
 """Features on every kind of model, where one answer is left: each check is a column of the page.
 
-A model can say nothing but that answer, whatever the feature does, so no other judge is needed;
-and each check sees the feature do something.
+A model can say nothing but that answer, whatever the feature does, so no other judge is needed.
+Each check but that of drafts sees the feature do something: by another answer, by how likely the
+answer is, or by what the engine counts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -28,6 +30,7 @@ from tests.matrix.models import ON_MODELS
 from tests.matrix.rows import APART, REFUSED, ROWS, Refusal, Row
 
 ANSWER, FEATURE = "it is", "one choice"
+OTHER, LONG = "no", " ".join([ANSWER] * 4)
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,12 @@ class OneAnswer:
         beside = negative if "embeds" in self.prompt else {}
         return {**self.cell.given(), **beside, "return_dict_in_generate": True, **more}
 
-    def say(self, **more: Any) -> list[es.Generated]:
+    def say(self, answer: str = ANSWER, **more: Any) -> list[es.Generated]:
         """The answers, of which each is the one."""
         asked = [self.cell.content()]
         (found,) = es.generate(self.cell.model, TOKENIZER, asked, **self.options(**more))
         each = found if isinstance(found, list) else [found]
-        return answers(each)
+        return answers(each, answer)
 
     def open(self, **more: Any) -> es.Run:
         """A run of the same."""
@@ -70,10 +73,10 @@ class OneAnswer:
         return replace(made[0], request_id=name)
 
 
-def answers(found: list[es.Generated]) -> list[es.Generated]:
+def answers(found: list[es.Generated], answer: str = ANSWER) -> list[es.Generated]:
     """The hypotheses that there are, each the one answer."""
     said = [one for one in found if one.tokens]
-    assert said and {one.text for one in said} == {ANSWER}
+    assert said and {one.text for one in said} == {answer}
     return said
 
 
@@ -83,22 +86,32 @@ def listed(run: es.Run) -> list[es.Generated]:
     return found if isinstance(found, list) else [found]
 
 
-@dataclass
-class Watch:
-    """A caller's own processor, which rules out a token that is in no answer."""
+@dataclass(frozen=True)
+class Without:
+    """A caller's own processor, which rules out a token."""
 
-    calls: int = 0
+    token: int
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.calls += 1
-        return scores.index_fill(1, torch.tensor([300], device=scores.device), -torch.inf)
+        token = torch.tensor([self.token], device=scores.device)
+        return scores.index_fill(1, token, -torch.inf)
 
 
 def processors(asked: OneAnswer, folder: Path) -> None:
-    """The caller's own beside a penalty of the library's."""
-    own = Watch()
-    asked.say(logits_processor=[own], repetition_penalty=1.5)
-    assert own.calls
+    """The caller's own beside a penalty of the library's: of two answers it rules out one."""
+    model, content = asked.cell.model, [asked.cell.content()]
+    for left, out in ((ANSWER, OTHER), (OTHER, ANSWER)):
+        own = Without(TOKENIZER.encode(out, add_special_tokens=False)[0])
+        both = {"choices": [ANSWER, OTHER], "logits_processor": [own], "repetition_penalty": 1.5}
+        (found,) = es.generate(model, TOKENIZER, content, **asked.options(**both))
+        said = [one for one in (found if isinstance(found, list) else [found]) if one.tokens]
+        assert said and {one.text for one in said} == {left}
+
+
+def likely(found: list[es.Generated]) -> list[float]:
+    """How likely the tokens of the answer were."""
+    assert found[0].logprobs is not None
+    return [float(one) for one in found[0].logprobs.logprobs]
 
 
 def log_probabilities(asked: OneAnswer, folder: Path) -> None:
@@ -132,13 +145,17 @@ def several_sequences(asked: OneAnswer, folder: Path) -> None:
 
 
 def embeddings(asked: OneAnswer, folder: Path) -> None:
-    """A prompt of embeddings alone."""
-    replace(asked, prompt="embeds").say()
+    """A prompt of embeddings alone: the answer is as likely as after their ids."""
+    found = likely(replace(asked, prompt="embeds").say(logprobs=0))
+    assert found == pytest.approx(likely(asked.say(logprobs=0)), abs=1e-4)
 
 
 def holes(asked: OneAnswer, folder: Path) -> None:
-    """A prompt with masked positions between the others."""
-    replace(asked, prompt="holes").say()
+    """A prompt with masked positions between the others, which change how likely the answer is, but
+    for a window of one, which sees none of them."""
+    found = likely(replace(asked, prompt="holes").say(logprobs=0))
+    changed = found != pytest.approx(likely(asked.say(logprobs=0)), abs=1e-4)
+    assert changed == (asked.subject != "window of one")
 
 
 @dataclass(frozen=True)
@@ -161,8 +178,11 @@ def hooks(asked: OneAnswer, folder: Path) -> None:
 
 
 def quantised_cache(asked: OneAnswer, folder: Path) -> None:
-    """Rows of four bits."""
-    asked.say(**FEATURES["keys and values of four bits"].given([], 0))
+    """Rows of four bits, which change how likely an answer of several groups is."""
+    long: dict[str, Any] = {"choices": [LONG], "max_new_tokens": 32, "logprobs": 0}
+    coded = FEATURES["keys and values of four bits"].given([], 0)
+    found = likely(asked.say(LONG, **long, **coded))
+    assert found != pytest.approx(likely(asked.say(LONG, **long)), abs=1e-6)
 
 
 def save_and_resume(asked: OneAnswer, folder: Path) -> None:
@@ -213,18 +233,19 @@ def _told(group: Any) -> set[str]:
 
 
 def preemption(asked: OneAnswer, folder: Path) -> None:
-    """In a continuous batch, in chunks, while it loses its rows after each other step."""
+    """In a continuous batch, in chunks, while it loses its rows after each step."""
     with inference_mode():
         executor = asked.cell.model.executor(asked.request("own").needs)
         engine = Engine(executor, Continuous(24, 24))
         groups = _two(asked, engine)
-        for step in range(100):
+        for _ in range(100):
             if not engine.pending:
                 break
             engine.step()
-            if groups[0].opened and groups[0].live and step % 2:
+            if groups[0].opened and groups[0].live:
                 engine.preempt(groups[0])
         audit(engine)
+    assert engine.counts.preemptions
     assert [_told(group) for group in groups] == [{ANSWER}, {ANSWER}]
 
 
@@ -246,7 +267,7 @@ def cancellation(asked: OneAnswer, folder: Path) -> None:
 
 
 def speculation(asked: OneAnswer, folder: Path) -> None:
-    """Drafts from the prompt."""
+    """Drafts from the prompt may be made; that some are accepted is tried in the first table."""
     constant = {"prompt_lookup_num_tokens": 3, "num_assistant_tokens_schedule": "constant"}
     asked.say(**constant)
 

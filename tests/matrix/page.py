@@ -37,7 +37,8 @@ on each executor that a model has.
 _FEATURES = """
 
 And each feature there, with each strategy that the model has and that goes with the feature. The
-one answer is that of `choices`, and each check sees the feature do something.
+one answer is that of `choices`. Each check but that of speculation sees the feature do something:
+it comes to another answer of two, changes how likely the answer is, or is counted by the engine.
 
 """
 _HOW = """

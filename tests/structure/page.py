@@ -119,7 +119,7 @@ def of_call(traced: Mapping[str, Sequence[str]]) -> list[Figure]:
         _carriers("`max_new_tokens`", traced["length"], 30, most=34),
         _carriers("a logits processor", traced["processor"], 35, most=40),
         _carriers("a hook", traced["hook"], 50, most=67),
-        Figure("types made by a greedy call", traced["types"], 50, most=63),
+        Figure("types made by a greedy call", traced["types"], 50, most=62),
     ]
 
 

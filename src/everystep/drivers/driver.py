@@ -28,7 +28,7 @@ from everystep.executors.native.executor import NativeExecutor
 from everystep.models.model import Model
 from everystep.nn.modes import inference_mode
 from everystep.stops.ends import moment
-from everystep.types import Event, FinishReason, Group, Request, Times
+from everystep.types import Event, FinishReason, Group, Request, took
 
 _PATIENCE = 1.0  # seconds after which a waiting thread looks again, should a notice have been lost
 _COURTESY = 0.001  # seconds for which a step waits for requests that want to come in before it
@@ -74,9 +74,9 @@ class Mailbox:
     def took(self) -> tuple[float, float]:
         """The seconds from its beginning until all had their first tokens, and until now or its
         end; what ended before a token was opened by its end."""
-        now, times = moment(), [one.times for one in self.groups if one.times is not None]
-        since = max((one.began for one in times), default=now)
-        taken = [[one.began - since + part for part in one.took(now)] for one in times]
+        now, times = moment(), [one.times for one in self.groups if one.times]
+        since = max((one["began"] for one in times), default=now)
+        taken = [[one["began"] - since + part for part in took(one, now)] for one in times]
         first, total = map(max, zip(*taken, strict=True)) if taken else (0.0, 0.0)
         return first, total
 
@@ -181,8 +181,8 @@ class Driver:
         `box`: the one that it had before."""
         box = Mailbox((group.request,)) if box is None else box
         box.groups, box.leaving, box.over = [group], None, False
-        group.times = group.times or Times(moment())
-        group.times.ended = None
+        group.times.setdefault("began", moment())
+        group.times.pop("ended", None)
         self._boxes[group.request.request_id] = box
         return box
 
@@ -349,7 +349,7 @@ class Driver:
             try:
                 self._boxes[name] = box
                 box.groups.append(self.engine.submit(request))
-                box.groups[-1].times = Times(moment())
+                box.groups[-1].times["began"] = moment()
             except Exception as error:
                 box.error, box.leaving = error, CANCELLED
                 self._end(box)
@@ -388,8 +388,10 @@ class Driver:
             _tell(box)
         now = moment()
         for group in [one for box in set(self._boxes.values()) for one in box.groups]:
-            if group.times is not None:
-                group.times.note(now, opened=group.opened, over=not group.live)
+            if group.opened:
+                group.times.setdefault("opened", now)
+            if not group.live:
+                group.times.setdefault("ended", now)
         for name, box in list(self._boxes.items()):
             if box.begun and not any(group.live for group in box.groups):
                 # First of all: whoever was interrupted here finds it again by its name.

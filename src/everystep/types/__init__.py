@@ -51,13 +51,13 @@ from everystep.types.request import Rows as Rows
 from everystep.types.request import Sequence as Sequence
 from everystep.types.request import Stop as Stop
 from everystep.types.request import Strategy as Strategy
-from everystep.types.request import Times as Times
 from everystep.types.request import WantedDraft as WantedDraft
 from everystep.types.request import Wants as Wants
 from everystep.types.request import adapter_ability as adapter_ability
 from everystep.types.request import companion_length as companion_length
 from everystep.types.request import needs_of_hooks as needs_of_hooks
 from everystep.types.request import nobodys as nobodys
+from everystep.types.request import took as took
 from everystep.types.scores import Scores as Scores
 from everystep.types.table import TokenTable as TokenTable
 from everystep.types.work import MOST_BEST as MOST_BEST

@@ -6,7 +6,7 @@ requests. The protocols are such as a class need not import.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Steps
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -256,27 +256,11 @@ def companion_length(sequence: Sequence, companion: Companion) -> int:
     return companion.prompt.length + sequence.generated
 
 
-@dataclass(slots=True)
-class Times:
-    """The moments at which a group came in, had chosen its first tokens, and was over; the last two
-    are None until then."""
-
-    began: float
-    opened: float | None = None
-    ended: float | None = None
-
-    def note(self, now: float, *, opened: bool, over: bool) -> None:
-        """Note the moment where it is the first at which that holds."""
-        if self.opened is None and opened:
-            self.opened = now
-        if self.ended is None and over:
-            self.ended = now
-
-    def took(self, now: float) -> tuple[float, float]:
-        """Return the seconds until its first tokens, and until now or its end; what ended before a
-        token was opened by its end."""
-        end = now if self.ended is None else self.ended
-        return (end if self.opened is None else self.opened) - self.began, end - self.began
+def took(times: Mapping[str, float], now: float) -> tuple[float, float]:
+    """Return the seconds from the beginning until the first tokens, and until now or the end, by
+    the times of a group; what ended before a token was opened by its end."""
+    began, end = times.get("began", now), times.get("ended", now)
+    return times.get("opened", end) - began, end - began
 
 
 @dataclass(slots=True, eq=False)
@@ -289,8 +273,9 @@ class Group:
     strategy knows of the group, an immutable value. `prompt_known`: what is known of how likely
     the prompt is. `pasts`: what the rows of the last live sequences held, by index, where that is
     wanted. `best`: how many of the best logits its choices get in place of whole rows, or 0 for
-    whole rows. `forked`: how many positions of its prompt came from another row. `times`: by the
-    clock of what drives the engine, which nothing in it reads.
+    whole rows. `forked`: how many positions of its prompt came from another row. `times`: when
+    it came in (`began`), had chosen its first tokens (`opened`) and was over (`ended`), by the
+    clock of what drives the engine.
     """
 
     request: Request
@@ -305,7 +290,7 @@ class Group:
     pasts: tuple[Past, ...] = ()
     best: int = 0
     forked: int = 0
-    times: Times | None = None
+    times: dict[str, float] = field(default_factory=dict)
 
     def without_live(self) -> Group:
         """Return a group equal to this one, but without live sequences."""

@@ -1,8 +1,8 @@
 """Features on every kind of model, where one answer is left: each check is a column of the page.
 
 A model can say nothing but that answer, whatever the feature does, so no other judge is needed.
-Each check but those of drafts and of preemption sees the feature do something: by another answer, by how likely the
-answer is, or by what the engine counts.
+Each check but those of drafts and of preemption sees the feature do something, such as come to
+another answer of two, or change how likely the answer is.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ on each executor that a model has.
 _FEATURES = """
 
 And each feature there, with each strategy that the model has and that goes with the feature. The
-one answer is that of `choices`. Each check but that of speculation sees the feature do something:
-it comes to another answer of two, changes how likely the answer is, or is counted by the engine.
+one answer is that of `choices`. Each check but those of speculation and preemption sees the feature
+do something, such as come to another answer of two, or change how likely the answer is.
 
 """
 _HOW = """

@@ -218,11 +218,13 @@ def test_a_limit_beyond_the_context_is_reported_on_both_sides(limit: dict[str, A
         check(model, within, NOTHING)
 
 
-def test_a_limit_of_the_checkpoint_beyond_the_context_makes_no_noise() -> None:
+def test_a_limit_of_the_checkpoint_beyond_the_context_is_said_to_be_its() -> None:
     _, model = pair_of(max_position_embeddings=9)
     config = GenerationConfig.from_checkpoint({"max_length": 12})
     model = LanguageModel(model.core, config)
-    check(model, {"max_new_tokens": None}, NOTHING)
+    wanted = "max_length=12 of the checkpoint leads beyond what the model was made for"
+    check(model, {"max_new_tokens": None}, ("warning", wanted))
+    check(model, {"max_new_tokens": 7}, NOTHING)
 
 
 def test_s3_17_a_model_without_a_head_cannot_generate(pair: tuple[Any, LanguageModel]) -> None:

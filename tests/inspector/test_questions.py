@@ -777,6 +777,10 @@ def phases_of(made: Made, number: int) -> str:
     return ", ".join(f"{name} {one * 1e3:.2f} ms" for name, one in seconds.items())
 
 
+RATIOS = 1 - 1 / 72, 1 - 3 / 72
+"""Heights of bars that certainly reach the second row, and of those that may."""
+
+
 def slow_on_page(page: Screen) -> None:
     spent = spent_of(page.made)
     page.open("greedy")
@@ -789,12 +793,13 @@ def slow_on_page(page: Screen) -> None:
     page.key("m"), page.key("m"), page.key("m")
     label = page.value("document.querySelector('canvas').getAttribute('aria-label')")
     assert close(numbers(r"^milliseconds of every token, up to ([\d.]+)$", label)[0], max(spent))
-    slowest = spent.index(max(spent))
     strip = "document.querySelector('canvas')"
     lit = f"[...{strip}.getContext('2d').getImageData(0, 1, {strip}.width, 1).data]"
     lit = f"{lit}.map((one, i) => i % 4 === 3 ? one : 0)"
     bars = [x // 4 // 12 for x, one in enumerate(page.value(lit)) if one]
-    assert {*bars} == {slowest, 9}  # the highest bar, and the mark of the token
+    # The second row of 72 pixels: bars that nearly reach the top, and the mark of the token.
+    high, near = ({i for i, one in enumerate(spent) if one > part * max(spent)} for part in RATIOS)
+    assert high | {9} <= {*bars} <= near | {9}
 
 
 def slow_in_terminal(shell: Shell) -> None:

@@ -304,11 +304,19 @@ def _kth_highest(scores: Tensor, k: Counts) -> Tensor:
 
 
 def but_for_best(removed: Tensor, scores: Tensor, keep: Counts) -> Tensor:
-    """Return (R, V) bool: what is removed, but for the `keep` best tokens of every row."""
-    most = min(greatest(keep), scores.shape[-1])
-    best = torch.topk(scores, most, dim=-1).indices
-    kept = torch.arange(most, device=scores.device) < counts(keep, scores)
-    return removed.scatter(-1, best, removed.gather(-1, best) & ~kept)
+    """Return (R, V) bool: what is removed, but for the `keep` best tokens of every row.
+
+    Which of equal ones are kept is as in transformers, where it depends on `keep`; so it is found
+    for each number apart, and no row depends on how many another keeps.
+    """
+    if not isinstance(keep, tuple):
+        best = torch.topk(scores, min(keep, scores.shape[-1]), dim=-1).indices
+        return removed.scatter(-1, best, value=False)
+    found = removed.clone()
+    for count in sorted(set(keep)):
+        own = on_device(scores.device, np.flatnonzero(np.array(keep) == count))
+        found[own] = but_for_best(removed[own], scores[own], count)
+    return found
 
 
 def _spare(removed: Tensor, keep: Counts, *, best_last: bool) -> None:

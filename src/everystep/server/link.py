@@ -329,12 +329,12 @@ class EngineLink:
     @property
     def running(self) -> int:
         """The number of asks that have begun."""
-        return sum(not one.waiting for one in self._asking.values())
+        return sum(not one.waiting for one in list(self._asking.values()))
 
     @property
     def waiting(self) -> int:
         """The number of asks that have not begun."""
-        return sum(one.waiting for one in self._asking.values())
+        return sum(one.waiting for one in list(self._asking.values()))
 
     def load(self) -> dict[str, tuple[int, int]]:
         """Return how many asks have begun, and how many have not, by model."""

@@ -32,6 +32,7 @@ from everystep.executors.native.library import (
     _MIRRORED,
     INTERFACE,
     ChangeWeights,
+    FoldWeights,
     GivenEmbeds,
     LayerWeights,
     LinearMapC,
@@ -41,6 +42,8 @@ from everystep.executors.native.library import (
     RopeRows,
     StackWeights,
     StepWork,
+    TurnedPanels,
+    TurnWeights,
 )
 
 MACHINE = "aarch64"
@@ -171,6 +174,16 @@ EXTENTS: Mapping[type[Structure], Mapping[str, Callable[[Any, Around], int]]] = 
         "row": lambda _, around: 4 * around.work.tokens,
     },
     ChangeWeights: {name: lambda change, _: 4 * 16 * change.panels for name in ("gain", "shift")},
+    TurnWeights: {
+        "factors": lambda turn, _: 4 * turn.size,
+        "blocks_of_turns": lambda turn, _: 4 * turn.blocks * turn.size**2,
+    },
+    TurnedPanels: {"lanes": lambda turned, _: 4 * 16 * turned.panels},
+    FoldWeights: {
+        "left": lambda fold, _: 4 * fold.rows * fold.columns,
+        "right": lambda fold, _: 4 * fold.inner_rows * fold.inner_columns,
+        "places": lambda fold, _: 8 * fold.rows * fold.inner_rows,
+    },
     GivenEmbeds: {"values": lambda given, around: 4 * given.count * around.model.width},
     StepWork: {
         "ids": lambda work, _: 8 * work.tokens,
@@ -214,7 +227,9 @@ class EmulatedLibrary:
         assert self._call("es_interface") == INTERFACE
         sizes = (c_int64 * len(_MIRRORED))()
         self._call("es_sizes", there := self._take(sizeof(sizes)))
-        assert self._read(there, sizeof(sizes)) == struct.pack("=12q", *map(sizeof, _MIRRORED))
+        assert self._read(there, sizeof(sizes)) == struct.pack(
+            f"={len(_MIRRORED)}q", *map(sizeof, _MIRRORED)
+        )
 
     def close(self) -> None:
         """Ends the program, which has to be alive."""

@@ -291,7 +291,8 @@ class PackedAdapter:
                 given = {"blocks": blocks, "size": size, "blocks_of_turns": floats(one.turns)}
                 turns.append(TurnWeights(stretch=one.start, **given))
             elif isinstance(one, InputScaling):
-                turns.append(TurnWeights(stretch=one.start, factors=floats(one.factors)))
+                given = {"blocks": 1, "size": len(one.factors), "factors": floats(one.factors)}
+                turns.append(TurnWeights(stretch=one.start, **given))
             else:
                 raise InvariantError(f"the kernels know no {type(one).__name__}")
             for name, linear in maps.items():

@@ -151,7 +151,7 @@ struct Changes {
 // with blocks of a rotation R on its diagonal. Changes of other adapters that stand inside read it too.
 struct Turn {
     int64_t stretch, blocks, size;
-    const float* factors;  // (size of x,), or null
+    const float* factors;  // (size,), which is that of x, or null
     const float* blocks_of_turns;  // (blocks, size, size), or null
 };
 

@@ -21,7 +21,7 @@ from everystep.testing.models import tiny_document, tiny_llama, tiny_vision
 from tests.api import processes
 from tests.executors.models import narrow_model
 from tests.models.tiny import ours, reference_decoder
-from tests.ranks import found_together
+from tests.ranks import found_together, shared_folder
 
 READ = torch.tensor([[5, 9, 17, 8, 44], [3, 6, 7, 22, 80]])
 PROMPT = [*range(4, 44)]
@@ -194,7 +194,7 @@ def test_of_a_wrapped_model_it_is_the_module() -> None:
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes found."""
-    return found_together("tests.api.processes", tmp_path_factory.mktemp("processes"))
+    return found_together("tests.api.processes", shared_folder(tmp_path_factory, "processes"))
 
 
 @pytest.fixture(scope="module")

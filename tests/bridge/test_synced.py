@@ -12,7 +12,7 @@ from everystep.errors import RequestError
 from everystep.testing.models import tiny_llama
 from tests.bridge import ranks
 from tests.models.tiny import reference_decoder
-from tests.ranks import found_together
+from tests.ranks import found_together, shared_folder
 
 IDS = torch.tensor([[5, 6, 7]])
 
@@ -20,7 +20,7 @@ IDS = torch.tensor([[5, 6, 7]])
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes found."""
-    return found_together("tests.bridge.ranks", tmp_path_factory.mktemp("ranks"))
+    return found_together("tests.bridge.ranks", shared_folder(tmp_path_factory, "synced"))
 
 
 @pytest.mark.parametrize(

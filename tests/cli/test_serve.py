@@ -212,6 +212,7 @@ def test_a_stream_that_is_longer_than_the_drain_ends_with_an_error(tmp_path: Pat
         assert taken > 0.3 and running.wait(60) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(_is_taken(8000), reason="port 8000 is taken, where the default server listens")
 def test_without_an_argument_the_default_model_is_served() -> None:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -136,6 +136,7 @@ def test_lines_that_nobody_takes_are_counted_and_keep_nobody_waiting() -> None:
         assert sum(told) == writer.lost >= lost, "each that is missing is told once"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a pipe is made small")
 def test_a_server_goes_on_where_nobody_reads_its_log(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path / "tiny")

@@ -118,7 +118,7 @@ def plain(value: Any) -> Any:
         return value.tolist()
     if is_dataclass(value) and not isinstance(value, type):
         named = {one.name: getattr(value, one.name) for one in fields(value)}
-        left_out = ("timings", "effective_config", "past_key_values")
+        left_out = ("timings", "again", "effective_config", "past_key_values")
         return {name: plain(one) for name, one in named.items() if name not in left_out}
     if isinstance(value, list | tuple):
         return [plain(one) for one in value]

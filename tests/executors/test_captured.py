@@ -186,13 +186,15 @@ def test_what_wants_more_than_logits_is_left_alone() -> None:
         replace(plain, starts=ints(4), extras={0: Extra(layers=True)}),
         replace(plain, starts=ints(5), extras={0: Extra(attentions=True)}),
         replace(plain, starts=ints(6), logits=ints(0)),
-        Work((), ints(0), ints(7), ints(2), ints(2), ints(4, 5)),
+        replace(plain, starts=ints(7), extras={0: Extra(mask=torch.ones(1, 1, 8) > 0)}),
+        Work((), ints(0), ints(8), ints(2), ints(2), ints(4, 5)),
     ]
     for work in works:
         output = executor.run(work)
         assert len(output.logits) == int(work.logits.sum())
-        assert {*output.answers} == {f for f, one in work.extras.items() if one != Extra()}
-    assert executor.captures == CaptureCounts(other=6)
+        asked = {f for f, one in work.extras.items() if one.hidden or one.layers or one.attentions}
+        assert {*output.answers} == asked
+    assert executor.captures == CaptureCounts(other=7)
 
 
 def test_a_step_that_cannot_be_captured_is_run_all_the_same() -> None:

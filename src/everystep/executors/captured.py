@@ -14,7 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -231,11 +231,9 @@ def is_single(work: Work) -> bool:
 
 
 def _only_positions(extra: Extra) -> bool:
-    given = replace(extra, positions=None)
-    return not any(
-        getattr(given, one.name) is not None and bool(getattr(given, one.name))
-        for one in fields(Extra)
-    )
+    wants = extra.hidden or extra.layers or extra.attentions or extra.early
+    brings = extra.inputs or extra.adapters or extra.whole or extra.mask is not None
+    return not (wants or brings)
 
 
 def can_be_captured(network: Network) -> bool:

@@ -387,12 +387,12 @@ class Driver:
                 self._set_aside(box)
             _tell(box)
         now = moment()
-        for group in [one for box in set(self._boxes.values()) for one in box.groups]:
-            if group.opened:
-                group.times.setdefault("opened", now)
-            if not group.live:
-                group.times.setdefault("ended", now)
         for name, box in list(self._boxes.items()):
+            for group in box.groups:
+                if group.opened:
+                    group.times.setdefault("opened", now)
+                if not group.live:
+                    group.times.setdefault("ended", now)
             if box.begun and not any(group.live for group in box.groups):
                 # First of all: whoever was interrupted here finds it again by its name.
                 box.over = True

@@ -144,20 +144,20 @@ class CapturedSteps:
             # Graphs read addresses, and keys and values have moved.
             self._steps.clear()
             self._allocations = self.cache.counts.allocations
-        numbers = on_device(self._network.device, sheet)
         if shape not in self._steps:
             if len(self._steps) == _MOST_STEPS:
                 self._steps.popitem(last=False)
-            self._steps[shape] = _Step(numbers)
+            step = self._steps[shape] = _Step(on_device(self._network.device, sheet))
             self.counts.first += 1
-            return self._forward(shape, numbers)
+            return self._forward(shape, step.sheet)
         self._steps.move_to_end(shape)
         step = self._steps[shape]
-        step.sheet.copy_(numbers)
+        # Of pageable memory, which CUDA takes away before it returns.
+        step.sheet.copy_(torch.from_numpy(sheet), non_blocking=True)
         if step.replay is None and self._capture is not None:
             self._captured(shape, step, self._capture)
         if step.replay is None or step.logits is None:
-            return self._forward(shape, numbers)
+            return self._forward(shape, step.sheet)
         self.counts.replayed += 1
         step.replay()
         return step.logits

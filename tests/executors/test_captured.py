@@ -10,6 +10,7 @@ import gc
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -30,8 +31,7 @@ from everystep.executors.choice import chosen, open_executor
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, convert_model
 from everystep.types import Extra, Verb, Work
-from tests.executors.models import SPECS, family_model
-from tests.executors.test_torch_executor import model_of
+from tests.executors.models import SPECS, family_model, random_model
 from tests.executors.works import Wanderer, expected_logits, ints, one_feed, only_verbs
 from tests.judges.laws import Laws
 from tests.judges.mixes import random_mix
@@ -39,6 +39,11 @@ from tests.laws.test_executors import for_decoder
 
 CAPTURED = ("plain", "window", "capped scores")
 OPEN = Verb("allocate", 0)
+
+
+@cache
+def model_of(name: str) -> Model:
+    return random_model(SPECS[name])
 
 
 def rerun(step: Callable[[], Tensor]) -> tuple[Replay, Tensor]:

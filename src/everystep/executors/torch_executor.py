@@ -161,7 +161,7 @@ class TorchExecutor:
         answers = self._answers(work, network, context, hidden)
         if rows is not None and not len(rows):
             return StepOutput(self._no_logits(), answers)
-        wanted = hidden if rows is None else hidden[self._moved(rows)]
+        wanted = hidden if rows is None else hidden[on_device(self.device, rows)]
         network = network if rows is None else network.at(rows)
         if work.best is None or not isinstance(network, Decoder) or network.split is None:
             return StepOutput(_whole_logits(network, wanted), answers)
@@ -187,7 +187,7 @@ class TorchExecutor:
         chosen = slice(None) if plan.order is None else torch.from_numpy(plan.order)
         return StepInputs(
             self._embedded(work, network, chosen, plan),
-            self._moved(places[..., chosen]),
+            on_device(self.device, places[..., chosen]),
             lengths[chosen],
             {one.name: self._placed(work, one, plan) for one in self._network.inputs},
         )
@@ -215,17 +215,13 @@ class TorchExecutor:
     def _embedded(self, work: Work, network: Network, chosen: slice | Tensor, plan: Plan) -> Tensor:
         """Return (N, E) embeddings in packed order; `chosen`: which tokens those are."""
         embeds = list(given_inputs(work, "embeds", plan.begins))
-        tokens = self._moved(torch.from_numpy(work.tokens)[chosen])
+        tokens = on_device(self.device, torch.from_numpy(work.tokens)[chosen])
         if not embeds:
             return network.embed(tokens)
         hidden = network.embed(tokens.clamp(min=0))
         for start, values in embeds:
             hidden[start : start + len(values)] = values.to(hidden)
         return hidden
-
-    def _moved(self, numbers: Tensor) -> Tensor:
-        """Return numbers of the host on the device."""
-        return on_device(self.device, numbers.numpy())
 
     def _answers(
         self, work: Work, network: Network, context: CacheContext, hidden: Tensor

@@ -104,13 +104,13 @@ class View:
         window = rule.window if self._exceeds(rule.window) else None
         if not self.causal and self.seen is None and window is None and bias is None:
             return None
-        queries, keys = (_on(q.device, x) for x in (self.queries, self.keys))
+        queries, keys = (on_device(q.device, x) for x in (self.queries, self.keys))
         if self.causal or window is not None:
             shown = visible(queries, keys, window, causal=self.causal)[..., None, :, :]
         else:
             shown = torch.ones(1, 1, 1, dtype=torch.bool, device=q.device)
         if self.seen is not None:
-            shown = shown & _on(q.device, self.seen)
+            shown = shown & on_device(q.device, self.seen)
         mask = additive(shown, q.dtype)
         return _folded(mask if bias is None else mask + bias(queries, keys), q, kv_heads)
 
@@ -119,10 +119,6 @@ class View:
         if window is None or isinstance(self.queries, Tensor) or isinstance(self.keys, Tensor):
             return window is not None
         return bool(self.queries.max() - self.keys.min() >= window)
-
-
-def _on(device: torch.device, places: Places) -> Tensor:
-    return places.to(device) if isinstance(places, Tensor) else on_device(device, places)
 
 
 def _folded(mask: Tensor, q: Tensor, kv_heads: int) -> Tensor:

@@ -14,12 +14,13 @@ from torch import Tensor
 
 import everystep as es
 from everystep.bridge.named_inputs import placed
-from everystep.drivers.rectangle import call_inputs, call_options
+from everystep.drivers.rectangle import call_inputs
 from everystep.engine import Continuous, Engine
 from everystep.engine.prefixes import Reuse
 from everystep.errors import RequestError, UnsupportedError
 from everystep.requests.door import sort
 from everystep.requests.prepare import prepare
+from everystep.requests.reading import read_options
 from everystep.types import Prompt
 from tests.bridge.pictures import IMAGE, PAD, PATCH, START, TEXT, configured
 from tests.judges.drive import Drive
@@ -145,7 +146,7 @@ class TestImages:
         wrapped = es.wrap(pictures())
         keywords = {**batch(), "num_beams": beams, "max_new_tokens": 8}
         given = sort("rectangle", wrapped, keywords)
-        options = call_options(wrapped, given)
+        options = read_options(wrapped, given, given.beside.tokenizer)
         inputs, _ = call_inputs(wrapped, given, options)
         requests = prepare(wrapped, options, inputs).requests
         rows = Continuous(budget, max_positions=room, reuse=Reuse(kept=100, least=2))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import everystep as es
 from everystep.drivers.complete import completed
-from everystep.drivers.rectangle import call_inputs, call_options
+from everystep.drivers.rectangle import call_inputs
 from everystep.engine.collect import Collector, kept_rows
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import EverystepError
@@ -28,6 +28,7 @@ from everystep.outputs import TokenLogprobs
 from everystep.requests import absent
 from everystep.requests.door import sort
 from everystep.requests.prepare import prepare
+from everystep.requests.reading import read_options
 from everystep.types import FinishReason, Request
 from tests.judges.dice import Dice
 from tests.judges.drive import Drive, run_scheduled
@@ -120,7 +121,7 @@ def requests_of(call: Call, name: str) -> list[Request]:
     """One request per row of the call, as `generate` would make them for a batch that goes on."""
     model = subject(call.draw.model)
     given = sort("rectangle", model, call.arguments())
-    options = call_options(model, given)
+    options = read_options(model, given, given.beside.tokenizer)
     inputs, past = call_inputs(model, given, options)
     made = completed(model, prepare(model, options, inputs, past)).requests
     return [replace(one, request_id=f"{name} {row}") for row, one in enumerate(made)]

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,18 @@ OTHER_DEFAULTS: dict[str, tuple[Any, Any, str]] = {
 """Defaults that differ: ours, theirs, and why that makes no difference."""
 
 
+@pytest.fixture
+def usual_logging() -> Iterator[None]:
+    """How transformers logs where nobody set anything, which decides a default of its own."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_warning()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+
+
+@pytest.mark.usefixtures("usual_logging")
 def test_every_default_is_that_of_transformers() -> None:
     """But for those that a list names, which come to the same."""
     theirs = {one.name: one for one in dataclasses.fields(transformers.Seq2SeqTrainingArguments)}

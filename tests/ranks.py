@@ -47,4 +47,9 @@ def _run_together(module: str, folder: Path, count: int) -> None:
         )
         for rank in range(count)
     ]
-    assert [one.wait(PATIENCE) for one in each] == [0] * count
+    try:
+        assert [one.wait(PATIENCE) for one in each] == [0] * count
+    finally:
+        for one in each:
+            one.kill()
+            one.wait()

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from everystep.bridge.synced import DECODES, Sharded, SyncedForwards
+from everystep.executors.synced import DECODES, Sharded, SyncedForwards
 
 _WARM_UP = 20
 
@@ -38,8 +38,11 @@ class VoteCosts:
 class IdleModule(Sharded):
     """A module that takes no time."""
 
+    in_parts, turns = True, 2
+
     def __init__(self) -> None:
         self.device, self.synced = torch.device("cpu"), None
+        self.module = torch.nn.Module()
 
     def stand_in(self, part: int, read: Mapping[str, Tensor] | None) -> None:
         """Do nothing."""

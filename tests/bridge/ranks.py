@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,20 +20,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import everystep as es
-from everystep.bridge.synced import is_in_parts
+from everystep.executors.synced import is_in_parts
 from tests.matrix.rows import ROWS
 from tests.models.tiny import reference_decoder, reference_pair
 
 LENGTHS = (1, 50)
+IDS = torch.tensor([[5, 9, 17]])
 GREEDY: dict[str, Any] = {"do_sample": False}
-CASES: dict[str, dict[str, Any]] = {
-    **{one.name: {**one.options, "seed": 4} for one in ROWS if one.name != "early_exit"},
+CALLS: dict[str, dict[str, Any]] = {
+    **{one.name: {**one.options, "seed": 4} for one in ROWS},
     "sampled from a draft model": {"do_sample": True, "assistant_model": "second", "seed": 5},
     "an amateur": {**GREEDY, "amateur_model": "second"},
     "several rows": {**GREEDY, "rows": 3},
 }
-"""Calls of every strategy that goes with modules of other libraries."""
-CASES["assisted"]["assistant_model"] = "second"
+"""Calls of every strategy."""
+CALLS["assisted"]["assistant_model"] = "second"
+CASES = [name for name in CALLS if name != "early_exit"]
+"""Those that go with modules of other libraries."""
 
 
 def counted(module: nn.Module) -> list[int]:
@@ -55,7 +58,7 @@ def in_parts(module: Any, layers: nn.ModuleList) -> Any:
 
 
 def called(model: es.LanguageModel, second: es.LanguageModel, case: str, length: int) -> Any:
-    given = {name: second if one == "second" else one for name, one in CASES[case].items()}
+    given = {name: second if one == "second" else one for name, one in CALLS[case].items()}
     rows = given.pop("rows", 1)
     ids = torch.tensor([[5, 9, 17, 8 + length + row] for row in range(rows)])
     return model.generate(ids, min_new_tokens=length, max_new_tokens=length, **given).tolist()
@@ -103,17 +106,34 @@ def known_in_parts(sharded: nn.Module, whole: nn.Module) -> list[bool]:
 
 
 def decoders(rank: int) -> dict[str, Any]:
-    length = LENGTHS[rank]
     torch.manual_seed(3)  # all begin with the same weights
     whole = [reference_decoder("llama", torch.float32) for _ in range(2)]
     parts = [in_parts(one, one.model.layers) for one in whole]
-    forwards = [counted(one) for one in parts]
-    model, second = (es.wrap(one) for one in parts)
-    alone, its_second = (es.wrap(one) for one in whole)
-    found: dict[str, Any] = {"known": known_in_parts(parts[0], whole[0])}
-    for case in CASES:
-        own = called(model, second, case, length)
-        found[case] = own, called(alone, its_second, case, length), list(map(len, forwards))
+    models, alone = ([es.wrap(one) for one in each] for each in (parts, whole))
+    return {
+        "known": known_in_parts(parts[0], whole[0]),
+        **compared(rank, models, alone, [counted(one) for one in parts]),
+        "asked": (
+            alone[0].generate(IDS, max_new_tokens=LENGTHS[rank], synced_gpus=True).tolist(),
+            alone[0].generate(IDS, max_new_tokens=LENGTHS[rank]).tolist(),
+            [],
+        ),
+    }
+
+
+def compared(
+    rank: int,
+    models: Sequence[es.LanguageModel],
+    alone: Sequence[es.LanguageModel],
+    forwards: Sequence[list[int]],
+    cases: Iterable[str] = CASES,
+) -> dict[str, Any]:
+    """What a process finds with two models in parts, and alone with whole ones, and the number of
+    forwards so far."""
+    length, found = LENGTHS[rank], dict[str, Any]()
+    for case in cases:
+        own = called(*models, case, length)
+        found[case] = own, called(*alone, case, length), list(map(len, forwards))
     prompts = [[4 + one, 5, 6] for one in range(1 + 4 * rank)]
     for name, call in {
         "es.generate": lambda one: [*es.generate(one, None, prompts, max_new_tokens=length)],
@@ -121,23 +141,17 @@ def decoders(rank: int) -> dict[str, Any]:
             each.logprobs.tolist() for each in es.score(one, None, [[5, 6, 7, 8, 9][: 3 + rank]])
         ],
     }.items():
-        found[name] = call(model), call(alone), list(map(len, forwards))
+        found[name] = call(models[0]), call(alone[0]), list(map(len, forwards))
     for name, call in refusals(rank).items():
-        own = tried(partial(call, model))
-        found[name] = own, tried(partial(call, alone)), list(map(len, forwards))
-    ids = torch.tensor([[5, 9, 17]])
+        own = tried(partial(call, models[0]))
+        found[name] = own, tried(partial(call, alone[0])), list(map(len, forwards))
     for error in (ValueError, KeyboardInterrupt):
         broke = broken(rank, error)
-        ended = tried(partial(model.generate, ids, max_new_tokens=9, logits_processor=[broke]))
+        ended = tried(partial(models[0].generate, IDS, max_new_tokens=9, logits_processor=[broke]))
         found[error.__name__] = ended, list(map(len, forwards))
-    after = called(model, second, "greedy", length), called(alone, its_second, "greedy", length)
+    after = called(*models, "greedy", length), called(*alone, "greedy", length)
     found["after"] = (*after, list(map(len, forwards)))
-    found["asked"] = (
-        alone.generate(ids, max_new_tokens=length, synced_gpus=True).tolist(),
-        alone.generate(ids, max_new_tokens=length).tolist(),
-        [],
-    )
-    found["stream"] = tried(lambda: es.stream(model, None, [5, 6, 7]))
+    found["stream"] = tried(lambda: es.stream(models[0], None, [5, 6, 7]))
     return found
 
 
@@ -155,15 +169,21 @@ def with_encoder(rank: int) -> dict[str, Any]:
     return {"an encoder": (*calls, [])}
 
 
-def main(folder: str, rank: int, count: int) -> None:
+def main(find: Callable[[int], dict[str, Any]], folder: str, rank: int, count: int) -> None:
+    """Meet the other processes, and save what this one finds."""
     torch.set_num_threads(1)
     init = f"file://{Path(folder, 'meeting')}"
     patience = timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=init, timeout=patience, rank=rank, world_size=count)
-    torch.save({**decoders(rank), **with_encoder(rank)}, Path(folder, f"{rank}.pt"))
+    torch.save(find(rank), Path(folder, f"{rank}.pt"))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(
+        lambda rank: {**decoders(rank), **with_encoder(rank)},
+        sys.argv[1],
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+    )

@@ -147,7 +147,7 @@ def generate(
             )
         return model.generate(seed=seed, tokenizer=tokenizer, **common)
     many, single = listed(prompts)
-    model = model.gathered()
+    model = model.gathered(to_step=True)
     explains = partial(taken_again, model, tokenizer)
     asked = model, tokenizer, many, options, seed, common
     session = Session(*asked, gives_layers=True, explains=explains)

@@ -31,6 +31,7 @@ from everystep.errors import AbsentAttributeError, ModelClassError, UnsupportedE
 from everystep.executors.base import Executor
 from everystep.executors.choice import ExecutorName
 from everystep.executors.parallel import Crew
+from everystep.executors.synced import Sharded
 from everystep.models import Model
 from everystep.models.load import named_shapes
 from everystep.models.loop_methods import LoopMethods
@@ -206,10 +207,14 @@ class LanguageModel(LoopMethods, Subject):
     def digest(self, adapters: Iterable[str] = ()) -> str:
         return self._held.digest(adapters)
 
-    def gathered(self) -> LanguageModel:
+    def sharded(self) -> Sharded | None:
+        return self._held.sharded()
+
+    def gathered(self, *, to_step: bool = False) -> LanguageModel:
         """Return the model itself; where its weights lie in parts on several processes, a model
-        with a copy of them as they are now, whole on each, which all ask for at the same time."""
-        held = self._held.gathered()
+        with a copy of them as they are now, whole on each, which all ask for at the same time.
+        `to_step`: itself too where each forward gathers what it reads, layer by layer."""
+        held = self._held.gathered(to_step=to_step)
         if held is self._held:
             return self
         made = LanguageModel.__new__(LanguageModel)
@@ -541,7 +546,7 @@ class LanguageModel(LoopMethods, Subject):
             prompt = with_prompt(arguments.prompt, inputs, name)
             arguments = replace(arguments, prompt=prompt)
         if synced_gpus is not False and custom_generate is None:
-            subject = subject.gathered()
+            subject = subject.gathered(to_step=True)
         if arguments.speech is not None:
             return transcribe(subject, arguments)
         return generate(subject, arguments)

@@ -191,7 +191,7 @@ def score(
         True
     """
     model = paired(model, tokenizer)
-    model = model if requires_grad else model.gathered()
+    model = model if requires_grad else model.gathered(to_step=True)
     many, single = listed(texts)
     rows = list(many)
     before = _each_after(after, len(rows))

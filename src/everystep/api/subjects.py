@@ -37,7 +37,7 @@ from everystep.adapters import (
 )
 from everystep.api.saving import Folder, Merged, Saving, save_model, with_merged
 from everystep.bridge.core import ForeignModel
-from everystep.bridge.foreign import library
+from everystep.bridge.foreign import Foreign, library
 from everystep.cache.formats import CacheDtype, KvFormat, Quantization
 from everystep.config import GenerationConfig
 from everystep.errors import (
@@ -56,6 +56,7 @@ from everystep.executors.choice import (
     refuse_cache_dtype,
 )
 from everystep.executors.parallel import Crew, ParallelExecutor, digest_of_parts
+from everystep.executors.synced import ShardedModel, SyncedExecutor
 from everystep.models import (
     Model,
     WeightModule,
@@ -171,7 +172,7 @@ class Holder(Subject, Protocol):
     def as_module(self, forward: Callable[..., object]) -> nn.Module:
         """Return the module whose parameters are the weights; `forward` is that of the model."""
 
-    def gathered(self) -> Holder:
+    def gathered(self, *, to_step: bool = False) -> Holder:
         return self
 
     @abstractmethod
@@ -225,6 +226,7 @@ class OwnSubject(Holder):
         self._recomputes = False
         self._unmerged: Model | None = None  # the weights without the adapters that are in them
         self._weights: WeightModule | None = None  # they are those of the model, once it was asked
+        self._sharded: ShardedModel | None = None  # it lies in parts that gather themselves
         self.given_inputs = ()
 
     @property
@@ -290,12 +292,15 @@ class OwnSubject(Holder):
         quantization: Quantization | None = None,
         layers: int | None = None,
     ) -> Executor:
+        kept = self._cache_dtype
+        sharded = self.sharded()
+        if sharded is not None and sharded.synced is not None:
+            return SyncedExecutor(sharded, quantization, kept, layers)
         core = self._whole_core()
         if self._crew is not None:
-            return ParallelExecutor(self._crew, core, quantization, self._cache_dtype, layers)
+            return ParallelExecutor(self._crew, core, quantization, kept, layers)
         core = core if layers is None else first_layers(core, layers)
-        name, kept = self._executor_name, self._cache_dtype
-        return open_executor(core, name, needs, quantization, kept)
+        return open_executor(core, self._executor_name, needs, quantization, kept)
 
     def resolved(self, adapters: Iterable[str]) -> Mapping[str, ResolvedAdapter]:
         return {name: require_adapter(self._adapters, name).now() for name in adapters}
@@ -453,8 +458,25 @@ class OwnSubject(Holder):
             core, kept = with_merged(core, kept, adapters), {}
         return self._copied(core, kept)
 
-    def gathered(self) -> OwnSubject:
+    def sharded(self) -> ShardedModel | None:
+        weights = self._weights
+        if weights is None or not weights.lies_in_parts or not weights.gathers_layers:
+            return None
+        if self._adapters or self.core.encoders:  # what they read is not gathered
+            return None
+        if self._sharded is None:
+            self._sharded = ShardedModel(weights, self._layers_read, self.depth)
+        return self._sharded
+
+    def _layers_read(self, count: int | None) -> Model:
+        """Return the model for a forward, or its first so many layers."""
+        core = self._read_core()
+        return core if count is None else first_layers(core, count)
+
+    def gathered(self, *, to_step: bool = False) -> OwnSubject:
         if self._weights is None or not self._weights.lies_in_parts:
+            return self
+        if to_step and self.sharded() is not None:
             return self
         return self._copied(self._weights.gathered(self.core), self._adapters)
 
@@ -578,6 +600,9 @@ class WrappedSubject(Holder):
                 do="Leave cache_implementation out",
             )
         return self._core.executor()
+
+    def sharded(self) -> Foreign:
+        return self._core.foreign
 
     def resolved(self, adapters: Iterable[str]) -> Mapping[str, ResolvedAdapter]:
         return {}

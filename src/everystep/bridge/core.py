@@ -158,6 +158,10 @@ class ForeignModel:
                 add_tensor(digest, name, held)
         return digest.hexdigest()
 
+    def sharded(self) -> Foreign:
+        """Return the module, whose forwards processes may have to make together."""
+        return self.foreign
+
     def executor(self) -> ForeignExecutor:
         """Open an executor without rows."""
         own = prepares(self.foreign.base)

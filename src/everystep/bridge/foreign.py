@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from everystep.bridge.synced import DECODES, ENCODES, SyncedForwards
 from everystep.errors import ModelClassError, UnsupportedError
+from everystep.executors.synced import DECODES, READS, SyncedForwards, is_in_parts
 from everystep.nn.modes import ordinary_mode
 
 NOBODY = "__base__"
@@ -33,6 +33,7 @@ class Foreign:
     """
 
     synced: SyncedForwards | None = None
+    turns = 2
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -50,6 +51,11 @@ class Foreign:
         self.watched: tuple[nn.Module, ...] = tuple(_with_own_buffers(self.base))
         first = next(iter(self.base.parameters()), torch.empty(0))
         self.device, self.dtype = first.device, first.dtype
+
+    @property
+    def in_parts(self) -> bool:
+        """True where the weights of the module lie in parts on several processes."""
+        return is_in_parts(self.module)
 
     @property
     def positions(self) -> str | None:
@@ -115,7 +121,7 @@ class Foreign:
         needs the weights that lie here."""
         one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         with ordinary_mode(), self.at_rest(self.parts()):
-            if part == ENCODES:
+            if part == READS:
                 self.encoder(**(read or {"input_ids": one}), return_dict=True)
             elif self.encodes:
                 states = torch.zeros(1, 1, self.table.shape[1], dtype=self.dtype)
@@ -134,7 +140,7 @@ class Foreign:
         `shows`: `output_hidden_states`, `output_attentions`.
         """
         given = {name: one.to(self.device) for name, one in read.items()}
-        with self._turn(ENCODES, given):
+        with self._turn(READS, given):
             return self.encoder(**given, return_dict=True, **shows)
 
     def real_states(self, mask: Tensor, length: int) -> Tensor:

@@ -426,7 +426,8 @@ class Session:
             scheduler = own if self._scheduler is None else self._scheduler()
             return Engine(executor, scheduler, (self._captures,) if needs & _OBSERVED else ())
 
-        if needs & _OBSERVED or not self._shares or not isinstance(core, Model):
+        apart = needs & _OBSERVED or model.sharded() is not None
+        if apart or not self._shares or not isinstance(core, Model):
             return Driver(engine())
         alike = (model.executor_name, model.cache_dtype, torch.get_num_threads())
         return shared_driver(core, (needs, quantization, rows, *alike), engine)

@@ -7,6 +7,7 @@ where they are wanted. The executor chooses nothing and waits for the device now
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -54,7 +55,8 @@ class TorchExecutor:
     or, without it, the type of the model. `read_out`: for a part of a model, what turns hidden
     states after the last norm (n, E) into logits (n, V), whenever it is called. `capture`: makes
     what captures steps of one position per row on a device, to replay them; None: each step runs
-    operator by operator. `captures`: how many were captured and replayed so far.
+    operator by operator. `captures`: how many were captured and replayed so far. `modes`: torch's,
+    in which it computes.
     """
 
     __reduce_ex__ = refuse_copies
@@ -67,9 +69,10 @@ class TorchExecutor:
         cache_dtype: CacheDtype | None = None,
         read_out: ReadOut | None = None,
         capture: Callable[[torch.device], Capture] | None = None,
+        modes: Callable[[], AbstractContextManager[None]] = inference_mode,
     ) -> None:
         network = model.network
-        self._network = network
+        self._network, self._modes = network, modes
         self._split = network.split if isinstance(network, Decoder) else None
         self._read_out = read_out
         self.vocab_size: int = network.spec.vocab_size
@@ -125,13 +128,18 @@ class TorchExecutor:
             able.update({"attentions", *own})
         return frozenset(able)
 
+    def follow(self, model: Model) -> None:
+        """Go on with a model that differs in the tensors of its weights alone, of which it keeps
+        none; steps were not captured."""
+        self._network = model.network
+
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want.
 
         `logits` are float64 for a float64 model and float32 otherwise. Raise CapacityError where
         memory runs out. After any error or interrupt the executor can be used, but has no rows.
         """
-        with in_process(), inference_mode(), outside_autocast():
+        with in_process(), self._modes(), outside_autocast():
             if self._cut_short:
                 self._begin_again()
             self._cut_short = True
@@ -169,12 +177,12 @@ class TorchExecutor:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embed ids (n,) -> (n, E), on the device of the model."""
-        with inference_mode():
+        with self._modes():
             return embedded(self._network, ids)
 
     def export(self, row: int) -> Past:
         """Return what the row holds, as a copy."""
-        with inference_mode():
+        with self._modes():
             return self.cache.export(row)
 
     def audit(self) -> dict[int, int]:

@@ -19,13 +19,14 @@ from everystep.models.load import (
     weight_digest,
 )
 from everystep.models.model import Encode, Model, recomputing, refuse_copies
-from everystep.models.weight_module import LayerModule, WeightModule
+from everystep.models.weight_module import LayerModule, WeightModule, Within
 
 __all__ = [
     "Encode",
     "Model",
     "LayerModule",
     "WeightModule",
+    "Within",
     "build_gguf_model",
     "build_model",
     "complete_config",

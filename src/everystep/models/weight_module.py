@@ -10,7 +10,7 @@ the layer runs, so that what wraps it sees that.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import takewhile
 from typing import Any, TypeVar, cast, final
 
@@ -24,6 +24,14 @@ from everystep.models.model import Model
 from everystep.models.parameters import ParameterPart
 
 PartT = TypeVar("PartT")
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Within:
+    """A call that reads weights, to be made while the module that has them runs."""
+
+    call: Callable[[], object]
 
 
 @final
@@ -81,21 +89,33 @@ class WeightModule(nn.Module):
             return model
         return replace(model, network=replace(model.network, around=tuple(self._layers)))
 
+    @property
+    def gathers_layers(self) -> bool:
+        """True where each layer gathers its weights when it runs, and this module, when it is
+        called, those outside of layers if they lie in parts too."""
+        apart = {id(weight) for layer in self._layers for weight in layer.parameters()}
+        outside = [one for one in self.parameters() if id(one) not in apart]
+        whole = not any(hasattr(one, "full_tensor") for one in outside)
+        return bool(self._layers) and all(map(_gathers, self._layers)) and (whole or _gathers(self))
+
     def forward(
         self,
-        input_ids: Tensor | None = None,
+        input_ids: Tensor | Within | None = None,
         attention_mask: Tensor | None = None,
         *,
         labels: Tensor | None = None,
         use_cache: bool = False,
         **arguments: object,
     ) -> object:
-        """Return the model's output, without a cache unless that is asked for.
+        """Return the model's output, without a cache unless that is asked for; or what a call
+        gives that is made `Within`.
 
         `labels` stand in the signature because transformers' Trainer drops columns whose names do
         not. `arguments`: the others of the model. RequestError for adapters, whose tensors are not
         among the parameters, so that nothing that wraps the module would see their gradients.
         """
+        if isinstance(input_ids, Within):
+            return input_ids.call()
         for name in ("adapter_names", "adapters"):
             if arguments.get(name) is not None:
                 raise RequestError(

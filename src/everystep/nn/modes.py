@@ -8,7 +8,8 @@ it is left, or at the latest when it ceases to exist. They hold for the calling 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import cast
 
 import torch
@@ -22,6 +23,13 @@ def inference_mode() -> AbstractContextManager[None]:
 def ordinary_mode() -> AbstractContextManager[None]:
     """Make ordinary tensors within, with gradients on; this ends a `no_grad` within too."""
     return _modes(False)
+
+
+@contextmanager
+def without_gradients() -> Iterator[None]:
+    """Make ordinary tensors within, none of which remembers what it was made of."""
+    with ordinary_mode(), torch.no_grad():
+        yield
 
 
 def modes_kept() -> AbstractContextManager[None]:

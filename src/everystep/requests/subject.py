@@ -12,6 +12,7 @@ from everystep.bridge.core import ForeignModel
 from everystep.cache.formats import Quantization
 from everystep.config import ChatDefaults, GenerationConfig
 from everystep.executors.base import Executor
+from everystep.executors.synced import Sharded
 from everystep.models import Model, learning_weights
 from everystep.nn.network import Window
 from everystep.requests.features import PromptInput
@@ -82,9 +83,15 @@ class Subject(Protocol):
         """Return a text that is equal for models that compute the same, bit for bit, also with
         these adapters; RequestError where there is none of such a name."""
 
-    def gathered(self) -> Subject:
+    def sharded(self) -> Sharded | None:
+        """Return that of which processes may have to make forwards together; None where each has
+        the weights."""
+        return None
+
+    def gathered(self, *, to_step: bool = False) -> Subject:
         """Return a subject with a copy of the weights of now, where they lie in parts on several
-        processes, which all ask for it at the same time; itself where they are whole."""
+        processes, which all ask for it at the same time; itself where they are whole, and `to_step`
+        where each forward gathers what it reads."""
         return self
 
     # --- what follows from the core ---------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from everystep.executors.synced import DECODES, Sharded, SyncedForwards
+from everystep.executors.synced import DECODES, SyncedForwards
 
 _WARM_UP = 20
 
@@ -35,7 +35,7 @@ class VoteCosts:
     least_sum: float
 
 
-class IdleModule(Sharded):
+class IdleModule:
     """A module that takes no time."""
 
     in_parts, turns = True, 2

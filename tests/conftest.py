@@ -133,7 +133,9 @@ def forbid_network() -> None:
 # --- which tests run ------------------------------------------------------------------------------
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _leave_a_few(items)
     kept, left = [], []
     for item in items:
         (kept if _is_wanted(item, config) else left).append(item)
@@ -143,6 +145,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("all"):
         _skip(items, "model", missing_model)
         _skip(items, "native", missing_library)
+
+
+def _leave_a_few(items: list[pytest.Item]) -> None:
+    """Mark those cases as slow that a test of many cases needs only with --all.
+
+    One in n is kept along diagonals, so that each value of each parameter is met.
+    """
+    before: Counter[str] = Counter()
+    for item in items:
+        marker = item.get_closest_marker("few")
+        if marker is None:
+            continue
+        (share,) = marker.args
+        name = item.nodeid.partition("[")[0]
+        number, before[name] = before[name], before[name] + 1
+        if (number + number // share) % share:
+            item.add_marker("slow")
 
 
 def _skip(items: list[pytest.Item], marker: str, missing: Callable[[], str | None]) -> None:

@@ -12,6 +12,7 @@ is about a commit, so nothing runs where the sources differ from the last one.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -41,11 +42,14 @@ class Run:
     seconds: int
 
 
+_MARKS = re.compile(r"mark\.(slow|few)\b")
+
+
 @cache
 def files() -> tuple[str, ...]:
     """Return the files of tests that have some for `--all` alone, by their folders."""
     found = sorted((ROOT / "tests").rglob("test_*.py"))
-    slow = (one for one in found if "mark.slow" in one.read_text(encoding="utf-8"))
+    slow = (one for one in found if _MARKS.search(one.read_text(encoding="utf-8")))
     names = (str(one.relative_to(ROOT / "tests")) for one in slow)
     return tuple(name for name in names if "/" in name)
 

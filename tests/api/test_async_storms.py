@@ -140,6 +140,7 @@ async def _storm(model: LanguageModel, expected: Any, read_before: Any, seed: in
         assert [one for one in desk._waiting if one.waits] == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("block", range(10))
 def test_every_other_client_gets_its_answer(
     model: LanguageModel, expected: Any, read_before: Any, block: int

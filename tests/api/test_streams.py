@@ -157,6 +157,7 @@ class Interrupting:
 TRIMMED = {"stop_strings": ["never said"], "trim_stop_strings": True}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, TRIMMED], ids=str)
 def test_an_interrupt_at_any_line_loses_and_repeats_nothing(
     model: LanguageModel, options: dict[str, Any]

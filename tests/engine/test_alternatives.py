@@ -47,6 +47,7 @@ def corpus() -> es.Corpus:
     return es.Corpus([*twisted.tolist(), *twisted.tolist(), *said.tolist()])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("drafting", DRAFTING)
 @pytest.mark.parametrize("way", WAYS)
 def test_several_drafts_change_nothing(way: str, drafting: str) -> None:

@@ -100,6 +100,7 @@ def dense(one: Request) -> list[textbook.Hypothesis]:
     return textbook.generate(one, Prefixes(random_model(PLAIN)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_boxes_are_read_at_their_positions(way: str) -> None:
     requests = everyone(LAID_OUT)
@@ -232,6 +233,7 @@ def test_generated_positions_continue_after_the_greatest() -> None:
     assert Prompt(ids(1, 3)).follows == 3
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("length", [11, 9])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("way", WAYS)

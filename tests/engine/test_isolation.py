@@ -120,6 +120,7 @@ def reasons(run: Drive, name: str) -> set[str]:
     return {one.reason.kind for one in run.groups[name].done}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_an_error_ends_its_own_request_alone(
@@ -179,6 +180,7 @@ class Picky(HashExecutor):
         return super().run(work)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_request_that_breaks_a_forward_is_found(seed: int) -> None:
     mix = random_mix(seed)

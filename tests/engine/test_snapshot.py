@@ -42,6 +42,7 @@ def in_order(events: list[Event], request: Request) -> list[Event]:
     return sorted(events, key=lambda event: event.index) if request.drafts > 1 else events
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_restored_equals_uninterrupted(seed: int) -> None:
     """After every number of steps, into an engine that has other requests too."""
@@ -72,6 +73,7 @@ def test_restored_equals_uninterrupted(seed: int) -> None:
             assert in_order([*before, *own], request) == in_order(events, request)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_who_was_dumped_goes_on(seed: int) -> None:
     mix = random_mix(seed)

@@ -138,16 +138,19 @@ def succeeds(program: str, executor: str) -> None:
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"
 
 
+@pytest.mark.few(2)
 @both
 def test_the_interpreter_ends_beside_a_daemon_thread_that_generates(executor: str) -> None:
     succeeds(ENDS, executor)
 
 
+@pytest.mark.few(2)
 @both
 def test_a_forked_child_goes_on_and_ends(executor: str) -> None:
     succeeds(FORKS, executor)
 
 
+@pytest.mark.few(2)
 @both
 def test_a_stream_in_a_cycle_is_collected(executor: str) -> None:
     succeeds(CYCLES, executor)

@@ -58,6 +58,7 @@ def wander(wanderer: Wanderer, steps: int = 10, **wants: Any) -> None:
     assert executor.audit() == {}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("most", [1, 7, 30])
 @pytest.mark.parametrize("name", ["plain", "window", "capped scores"])
 @given(seed=st.integers(0, 2**32 - 1), positions=st.booleans())
@@ -244,6 +245,7 @@ def run_pair(executor: TorchExecutor, work: Work, encoders: dict[int, Tensor]) -
     return executor.run(replace(work, encoders=encoders))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("attentions", [False, True])
 @pytest.mark.parametrize("lengths", [(1, 1), (5, 2), (12, 12), (3, 20)], ids=str)
 @pytest.mark.parametrize("kind", ENCODING)

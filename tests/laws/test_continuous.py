@@ -42,7 +42,7 @@ ALONE = ("negative_prompt_ids", "min_length", *absent.ALONE)
 PER_ROW = ("temperature", "repetition_penalty", "top_p")
 TOGETHER = 4
 PER_BLOCK = 80
-DEFAULT_BLOCKS = 3
+DEFAULT_BLOCKS = 2
 ALL_BLOCKS = 25
 # Random settings are at times such that one of two has no effect.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -90,6 +90,7 @@ def leaves_nothing(engine: Engine) -> bool:
     return engine.executor.audit() == {} and engine.table.open_lines == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scheduler", [Lockstep, lambda: Continuous(token_budget=32, max_rows=32)])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_cancelled_at_any_step(seed: int, scheduler: Callable[[], Lockstep | Continuous]) -> None:
@@ -101,6 +102,7 @@ def test_cancelled_at_any_step(seed: int, scheduler: Callable[[], Lockstep | Con
     assert leaves_nothing(run.engine)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("amid", ["before", "verbs", "after"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_cancelled_after_a_broken_forward(seed: int, amid: str) -> None:
@@ -110,6 +112,7 @@ def test_cancelled_after_a_broken_forward(seed: int, amid: str) -> None:
     assert leaves_nothing(run.engine)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("amid", ["before", "verbs", "after"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_going_on_after_a_broken_forward(seed: int, amid: str) -> None:
@@ -119,6 +122,7 @@ def test_going_on_after_a_broken_forward(seed: int, amid: str) -> None:
     assert run.finish().results == run_together(mix.requests, hash_executor(mix)).results
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_going_on_after_a_broken_processor(seed: int) -> None:
     mix = random_mix(seed)

@@ -33,8 +33,8 @@ from tests.judges.mixes import Mix, random_mix
 from tests.judges.numpy_executor import NumpyExecutor
 
 WIDTH = 32
-MIXES = 10
-BLOCKS = [0, *(pytest.param(block, marks=pytest.mark.slow) for block in (1, 2))]
+MIXES = 5
+BLOCKS = [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 6))]
 
 
 def for_decoder(mix: Mix, width: int = WIDTH) -> Mix:

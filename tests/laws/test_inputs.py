@@ -33,6 +33,7 @@ def ending_after(request: Request, new_tokens: int) -> Request:
     return replace(request, stops=(*others, MaxLength(request.prompt_visible + new_tokens)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(60))
 def test_embeddings_of_ids_equal_ids(seed: int) -> None:
     mix = random_mix(seed)
@@ -41,6 +42,7 @@ def test_embeddings_of_ids_equal_ids(seed: int) -> None:
     assert run_together(embedded, hash_executor(mix)).results == expected
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(60))
 def test_prompts_without_ids_can_be_chunked_and_preempted(seed: int) -> None:
     mix = random_mix(seed)
@@ -56,6 +58,7 @@ def test_prompts_without_ids_can_be_chunked_and_preempted(seed: int) -> None:
     assert run_scheduled(embedded, schedule, hash_executor(mix)).results == expected
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(60))
 def test_own_positions_equal_none(seed: int) -> None:
     mix = random_mix(seed)

@@ -131,12 +131,14 @@ def assert_same(batch: tuple[Request, ...], seed: int, make: Callable[[bool], Ex
     assert run_scheduled(batch, schedule(seed), make(True)).results == whole
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("grain", [2.0**-18, 2.0**-9, 2.0**-6, 0.5])
 def test_the_best_of_a_row_decide_as_the_row(grain: float) -> None:
     for seed in range(BATCHES):
         assert_same(requests(seed, VOCABULARY), seed, lambda may: Rounded(grain, may))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("grain", [2.0**-9, 0.5])
 def test_undecided_rows_are_read_whole_and_nothing_is_fed_again(grain: float) -> None:
     read = listed = 0

@@ -205,6 +205,7 @@ def alone(folder: Path, output: Path, steps: int) -> dict[str, Tensor]:
     return load_file(output / "end" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_workers_of_ray_train_take_the_steps_of_one_process(
     owner: Owner, folder: Path, tmp_path: Path
 ) -> None:

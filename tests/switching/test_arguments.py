@@ -128,6 +128,7 @@ def plain(value: Any) -> Any:
 # --- the test -------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ASKED)
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.filterwarnings("ignore")

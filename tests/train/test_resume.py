@@ -33,6 +33,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return outcome(run)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("step", [1, 3, 4, 7, 13])
 def test_a_run_that_stopped_goes_on_to_the_bit(
     step: int, whole: dict[str, Any], tmp_path: Path
@@ -60,6 +61,7 @@ class Short(es.TrainerCallback):
         control.should_epoch_stop = (state.epoch % 1) > 0.7
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("step", [2, 3, 4, 6, 8])
 def test_a_run_of_short_epochs_with_evaluations_goes_on_to_the_bit(
     step: int, tmp_path: Path

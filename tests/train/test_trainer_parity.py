@@ -170,6 +170,7 @@ ROUNDED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ROUNDED)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_autocast_rounds_where_transformers_does(name: str) -> None:

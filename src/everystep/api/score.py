@@ -27,7 +27,6 @@ from everystep.nn.modes import inference_mode
 from everystep.outputs import TokenLogprobs
 from everystep.requests.arrays import as_numbers, require_known
 from everystep.requests.door import Arguments, Objects
-from everystep.requests.inputs import EncoderSource
 from everystep.requests.options import Options, adapters_of
 from everystep.requests.prompts import PromptLike, TokenizerLike, is_messages, listed, read_prompt
 from everystep.requests.reading import read_count, read_options
@@ -36,6 +35,7 @@ from everystep.shown import progress_bar, table
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Greedy
 from everystep.types import Prompt, Request, ResolvedAdapter, Wants
+from everystep.types.sources import EncoderSource
 
 _WINDOW = 2048
 """Positions of a window where the model knows no context."""

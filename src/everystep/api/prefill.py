@@ -99,6 +99,7 @@ def prefill(
         (adapters,) = adapters_of(options.adapters, 1)
         resolved = options.resolved_of(adapters)
         with inference_mode():
+            past: Past | None
             source = None if read.source is None else _encoded(model, read.source)
             if source is None:
                 past = _held(model, own, read.values, read.pictures, adapters, resolved)
@@ -119,18 +120,19 @@ def _passed(
     """Return what is read, from a prompt or from inputs by name; ids of a decoder may stand beside
     a prompt for its encoder."""
     passed = {name: value for name, value in inputs.items() if value is not None}
-    beside = {_BEGUN: passed.pop(_BEGUN)} if prompt is not None and _BEGUN in passed else {}
+    beside = passed.pop(_BEGUN, None) if prompt is not None else None
     if (prompt is None) == (not passed):
         raise RequestError(
             "prefill needs one prompt", wanted="prompt, or inputs by name", got="both or neither"
         )
-    _refuse_choices({**passed, **beside})
-    given = sort("prefill", model, {**passed, **beside}).prompt
+    _refuse_choices(passed)
+    given = sort("prefill", model, passed).prompt
     if prompt is not None:
-        read = read_prompt(model, tokenizer, prompt, starts_answer=False, prefix=prefix)
-        if beside and read.decoder_input_ids is not None:
+        given = read_prompt(model, tokenizer, prompt, starts_answer=False, prefix=prefix)
+    if beside is not None:
+        if given.decoder_input_ids is not None:
             raise RequestError(f"{_BEGUN} was given twice", wanted="one of them", got="both")
-        given = replace(read, **beside) if beside else read
+        given = replace(given, decoder_input_ids=beside)
     if given.past_key_values is not None:
         do = "Pass past_key_values to model.generate, or the whole prompt here"
         raise RequestError("a prefix is made from what is fed", got="past_key_values", do=do)

@@ -15,7 +15,7 @@ from everystep.api.model import LanguageModel
 from everystep.api.prefill import _held
 from everystep.drivers.session import Session
 from everystep.engine import audit
-from everystep.errors import RequestError, UnsupportedError
+from everystep.errors import RequestError
 from everystep.requests.door import sort
 from everystep.requests.inputs import Inputs
 from everystep.requests.prepare import prepare
@@ -288,6 +288,18 @@ WRONG: dict[str, tuple[Callable[[LanguageModel, es.Prefix], Any], str]] = {
         ),
         "both say what comes first",
     ),
+    "a cache of the whole": (
+        lambda m, p: m.generate(
+            WHOLE,
+            past_key_values=m.generate(
+                WHOLE[:, :5], return_dict_in_generate=True, **QUIET
+            ).past_key_values,
+            attention_mask=torch.ones(WHOLE.shape),
+            prefix=p,
+        ),
+        "both say what comes first",
+    ),
+    "holes": (wrong(attention_mask=torch.tensor([[1, 0, 1]] * 2)), "holes after it"),
     "hidden states": (wrong(penalty_alpha=0.5, top_k=3), "lacks hidden states"),
     "quantised": (wrong(cache_implementation="quantized"), "full precision"),
     "prompt logprobs": (
@@ -330,8 +342,3 @@ def test_a_handle_cannot_be_changed() -> None:
         prefix.past = None  # type: ignore[misc]
     assert prefix.nbytes == 2 * 2 * 2 * 8 * len(HEAD) * 8
     assert "18 positions" in repr(prefix)
-
-
-def test_an_encoder_has_no_prefix() -> None:
-    with pytest.raises(UnsupportedError, match="encoder"):
-        es.prefill(LanguageModel(family_model("t5")), None, HEAD)

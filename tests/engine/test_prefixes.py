@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,53 @@ def test_other_salts_and_adapters_never_share(name: str, together: bool) -> None
 def test_rows_are_shared_up_to_where_contents_differ(name: str, together: bool) -> None:
     one, other, count = CONTENT[name]
     assert forked(request("0", one), request("1", other), together) == count
+
+
+def beside(name: str, states: Tensor, tail: int = 3) -> Request:
+    """A request whose decoder looks at encoder states."""
+    ids = np.r_[np.arange(4, 34), tail]
+    return request(name, Prompt(ids=ids, encoder=states), 6)
+
+
+def states_of(number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(9, 32, dtype=torch.float64, generator=generator)
+
+
+@cache
+def encoder_decoder() -> Any:
+    return family_model("t5")
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_rows_of_other_sources_never_share(together: bool) -> None:
+    model, one = encoder_decoder(), states_of(0)
+    requests = [beside("0", one), beside("1", states_of(1)), beside("2", one.clone(), 7)]
+    run = run_of(TorchExecutor(model), kept=4096)
+    for each in requests:
+        run.submit(each)
+        if not together:
+            run.finish()
+    run.finish()
+    assert run.engine.counts.forked == 30
+    for each in requests:
+        alone = run_together([each], TorchExecutor(model)).results[each.request_id]
+        assert run.results[each.request_id] == alone
+
+
+def test_encoder_states_count_once() -> None:
+    one, other = states_of(0), states_of(1)
+    run = run_of(TorchExecutor(encoder_decoder()), kept=100)
+    run.engine.scheduler.max_positions = 400
+    for name, states, tail in (("0", one, 3), ("1", one, 5), ("2", other, 3)):
+        run.submit(beside(name, states, tail))
+    run.step()
+    # 31 ids of each prompt and 9 states of each source, before a token is chosen.
+    assert run.engine.scheduler.planned.positions == 400 - 3 * 31 - 2 * 9
+    run.finish()
+    held = sum(len(row.content) for row in run.engine.prefixes.kept)
+    sources = {id(row.encoder) for row in run.engine.prefixes.kept}
+    assert run.engine.prefixes.positions() == held + 9 * len(sources) <= 100
 
 
 class Idle(Hook):
@@ -336,6 +384,7 @@ JUDGES: dict[str, Callable[[], None]] = {
     "row kept longer than its truncation": (
         lambda: test_rows_are_shared_up_to_where_contents_differ("ids", False)
     ),
+    "source ignored": lambda: test_rows_of_other_sources_never_share(False),
     "inputs ignored": lambda: test_rows_are_shared_up_to_where_contents_differ("boxes", True),
     "nobody waits": lambda: test_a_prefix_of_many_requests_is_fed_once(1024, 9),
 }

@@ -95,7 +95,7 @@ def reasons(face: str, argument: str | None, prompt: str, subject: str = "") -> 
     if argument in DRAFTS and wrapped and recurrent:
         yield _need("truncate", "drafts")
     if argument == "prefix" and encoder:
-        yield Reason("a model with an encoder has no prefix", "`prefix`")
+        yield Reason("prefix knows what the encoder has read", "`prefix`")
     if argument == "prefix" and wrapped and recurrent:
         yield _need("past", "`prefix`")
     if argument == "hooks" and wrapped and encoder:

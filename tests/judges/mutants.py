@@ -256,6 +256,11 @@ def _drop_keeps_the_row(held: Prefixes, one: prefixes.Kept) -> None:
     held.kept.remove(one)
 
 
+@mutant("source ignored", (Prefixes, "_source"), kind=PREFIX_MUTANTS)
+def _no_source_is_told_from_another(held: Prefixes, states: Any) -> None:
+    return None
+
+
 _true_take = Prefixes._take
 
 

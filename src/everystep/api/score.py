@@ -27,8 +27,8 @@ from everystep.nn.modes import inference_mode
 from everystep.outputs import TokenLogprobs
 from everystep.requests.arrays import as_numbers, require_known
 from everystep.requests.door import Arguments, Objects
-from everystep.requests.inputs import EncoderSource
-from everystep.requests.options import Options, adapters_of
+from everystep.requests.options import Options, Prefix, adapters_of
+from everystep.requests.prefixes import after_prefix, require_fitting
 from everystep.requests.prompts import PromptLike, TokenizerLike, is_messages, listed, read_prompt
 from everystep.requests.reading import read_count, read_options
 from everystep.requests.rectangles import read_inputs
@@ -36,6 +36,7 @@ from everystep.shown import progress_bar, table
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Greedy
 from everystep.types import Prompt, Request, ResolvedAdapter, Wants
+from everystep.types.sources import EncoderSource
 
 _WINDOW = 2048
 """Positions of a window where the model knows no context."""
@@ -128,6 +129,7 @@ def score(  # type: ignore[overload-overlap]  # a text is a series of texts
     texts: str | Sequence[int],
     *,
     after: PromptLike | Sequence[PromptLike] | None = None,
+    prefix: Prefix | None = None,
     best: int = 0,
     window: int | None = None,
     stride: int | None = None,
@@ -145,6 +147,7 @@ def score(
     texts: Iterable[str | Sequence[int]],
     *,
     after: PromptLike | Sequence[PromptLike] | None = None,
+    prefix: Prefix | None = None,
     best: int = 0,
     window: int | None = None,
     stride: int | None = None,
@@ -161,6 +164,7 @@ def score(
     texts: str | Sequence[int] | Iterable[str | Sequence[int]],
     *,
     after: PromptLike | Sequence[PromptLike] | None = None,
+    prefix: Prefix | None = None,
     best: int = 0,
     window: int | None = None,
     stride: int | None = None,
@@ -175,7 +179,8 @@ def score(
     scored: one prompt for all, or a list of one per text; a text, ids, or messages, which the
     beginning of an answer follows. A text after it is turned into ids by itself, without special
     tokens. Without it the first id of a row is not scored, since nothing stands before it. A model
-    with an encoder reads `after` there. `best`: how many of the most likely tokens are kept for
+    with an encoder reads `after` there, or has read it already: `prefix`, which `es.prefill` made,
+    stands in its place. `best`: how many of the most likely tokens are kept for
     each place. A row longer than `window` ids, which is the model's context unless given, is read
     in windows that begin `stride` ids after each other (three quarters of a window unless given);
     each scores what the one before it did not reach. `adapter_names`: the adapter it runs with.
@@ -197,9 +202,11 @@ def score(
     before = _each_after(after, len(rows))
     window, stride = _sizes(model, window, stride)
     read_count("best", best, model.vocab_size)
-    _require_gradients(requires_grad, best)
+    _require_gradients(requires_grad, best, prefix)
     asked = Arguments(
-        objects=Objects(adapter_names=adapter_names, steer=None if steer is None else [steer])
+        objects=Objects(
+            adapter_names=adapter_names, steer=None if steer is None else [steer], prefix=prefix
+        )
     )
     options = read_options(model, asked, tokenizer)
     (adapters,) = adapters_of(options.adapters, 1)
@@ -261,12 +268,18 @@ def _read(
     options: Options,
 ) -> _Row:
     """Return the row that the model reads for a text; RequestError for what cannot be scored."""
+    prefix = options.prefix
     if is_messages(text) or isinstance(text, Mapping):
         do = "Pass what stands before the text as after=, and the text itself"
         raise RequestError("what is scored is a text or ids", got=type(text).__name__, do=do)
+    if prefix is not None:
+        after = _after_prefix(model, prefix, after)
     if after is not None:
-        given = read_prompt(model, tokenizer, after, starts_answer=True)
-        inputs = read_inputs(model, given, options.ends)
+        given = read_prompt(model, tokenizer, after, starts_answer=True, prefix=prefix)
+        inputs = read_inputs(model, given, options.ends, prefix)
+        if prefix is not None:
+            require_fitting(prefix, model, inputs, options)
+            inputs = after_prefix(prefix, model, inputs)
         (own,) = inputs.prompts
         if own.ids is None or own.brings:
             do = "Give what stands before a text as a text, messages or ids"
@@ -286,6 +299,19 @@ def _read(
         do = "Pass a text of at least two tokens, or what stands before it as after"
         raise RequestError("there is nothing to score", got=f"{len(row.ids)} tokens", do=do)
     return row
+
+
+def _after_prefix(model: LanguageModel, prefix: Prefix, after: PromptLike | None) -> PromptLike:
+    """Return what the decoder reads between a prefix and a text; RequestError where no encoder has
+    read before it."""
+    if not model.is_encoder_decoder:
+        raise RequestError(
+            "a decoder alone gives no likelihoods after a prefix, which hides those of its end",
+            wanted="after=..., or a model with an encoder",
+            got="a prefix",
+            do="Pass what the prefix was made of as after",
+        )
+    return {} if after is None else after
 
 
 def _ids(
@@ -362,12 +388,15 @@ def _run(
             yield one.row, tuple(part[one.first - 1 :] for part in parts)
 
 
-def _require_gradients(asked: object, best: int) -> None:
+def _require_gradients(asked: object, best: int, prefix: object) -> None:
     """Refuse gradients where none are recorded, or beside what has none."""
     require(isinstance(asked, bool), "requires_grad", "True or False", asked)
     if asked and not torch.is_grad_enabled():
         do = "Call score outside of torch.no_grad() and torch.inference_mode()"
         raise RequestError("no gradients are recorded here", wanted="requires_grad=False", do=do)
+    if asked and prefix is not None:
+        do = "Pass after in place of the prefix"
+        raise RequestError("what a prefix holds has no gradients", got="a prefix", do=do)
     if asked and best:
         do = "Leave best out, or call score once more without requires_grad"
         raise RequestError("the best tokens of a place have no gradients", got=best, do=do)

@@ -34,6 +34,7 @@ _OURS = {
     "return_segments": "Read the segments of the result",
     "return_dict_in_generate": "Call model.generate with features",
     "num_return_sequences": "Call model.generate with features",
+    "prefix": "Call model.generate with the prefix, which knows its sounds",
 }
 
 

@@ -21,10 +21,10 @@ from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.files.opening import as_path
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.nn.modes import inference_mode
-from everystep.requests.inputs import EncoderSource
 from everystep.shown import cut, table
 from everystep.text import Tokenizer
 from everystep.types import Extra, Prompt, Verb, Work
+from everystep.types.sources import EncoderSource
 
 TEXT = (
     "The lighthouse keeper counted the ships that passed before dawn: seven, and one more with a "

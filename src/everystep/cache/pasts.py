@@ -34,6 +34,11 @@ def with_across(past: Past, across: Tensor) -> Past:
     return Past(past.length, tuple((*own, *seen) for own, seen in layers))
 
 
+def without_across(past: Past) -> Past:
+    """Return the past with its own keys and values alone."""
+    return Past(past.length, tuple(own[:2] for own in past.layers))
+
+
 def pair(held: Sequence[Tensor]) -> Tensor:
     """Return (2, K, n, D) of keys and values, the shorter filled up with zeros."""
     dim = max(one.shape[-1] for one in held[:2])

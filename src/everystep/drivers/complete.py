@@ -14,11 +14,11 @@ from everystep.executors.choice import encoder_of
 from everystep.models import Model
 from everystep.nn.network import Heard
 from everystep.requests.features import with_features
-from everystep.requests.inputs import EncoderSource
 from everystep.requests.pictures import Seen, with_pictures
 from everystep.requests.prepare import Call, prepare
 from everystep.requests.subject import Subject
 from everystep.types.request import SecondStates
+from everystep.types.sources import EncoderSource
 
 
 def completed(model: Subject, call: Call, seen: Seen | None = None) -> Call:
@@ -38,10 +38,13 @@ def completed(model: Subject, call: Call, seen: Seen | None = None) -> Call:
         if any(pictures):
             requests = with_pictures(model, requests, pictures, seen)
         return call if requests is call.requests else replace(call, requests=requests)
-    heard = tuple(Heard() for _ in source.prompts) if call.captures else ()
+    shows = call.captures and not source.states
+    heard = tuple(Heard() for _ in source.prompts) if shows else ()
     states = encoder_states(model, source, heard)
     if not source.places:
-        call = replace(call, inputs=replace(call.inputs, source=source.encoded(states, heard)))
+        widths = [one.layers[-1].shape[-2] for one in heard] or [*map(len, states)]
+        placed = source.placed(states, max(widths))
+        call = replace(call, inputs=replace(call.inputs, source=placed))
     second = _second_states(model, call, states)
     heard_by = []
     for request, state, beside in zip(call.requests, states, second, strict=True):

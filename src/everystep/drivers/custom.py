@@ -36,11 +36,11 @@ from everystep.processors.base import LogitsProcessorList
 from everystep.processors.guidance import LoopGuidance
 from everystep.processors.pipeline import apply
 from everystep.requests.door import Arguments
-from everystep.requests.inputs import EncoderSource
 from everystep.requests.prepare import Call
 from everystep.requests.subject import Subject
 from everystep.stops.criteria import by_hand
 from everystep.types import Request, Rows, Scores, Sequence, TokenTable
+from everystep.types.sources import EncoderSource
 
 
 @dataclass(frozen=True, slots=True, eq=False)

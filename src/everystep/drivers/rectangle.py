@@ -33,7 +33,7 @@ from everystep.outputs import (
 from everystep.requests.arrays import require
 from everystep.requests.caches import fill_cache, hide_past, read_cache, with_seen
 from everystep.requests.door import Arguments
-from everystep.requests.inputs import EncoderSource, Inputs
+from everystep.requests.inputs import Inputs
 from everystep.requests.options import NO_RECORDING, Ends, Options
 from everystep.requests.pictures import NOTHING_HELD, Held
 from everystep.requests.prepare import Call, prepare
@@ -42,6 +42,7 @@ from everystep.requests.rectangles import read_inputs, with_negative
 from everystep.requests.subject import Subject
 from everystep.streamers import Delivery, Wording
 from everystep.types import Event, Finished, Group
+from everystep.types.sources import EncoderSource
 
 _READ_OUT = 512  # positions whose logits, (positions, V), are read out at once for prompt_logprobs
 

@@ -12,7 +12,7 @@ can be dropped at any time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from everystep.engine.ledger import Ledger
+from everystep.nn.digests import digest_of
 from everystep.types import Group, InputSpec, Past, Prompt, Request, Sequence, TokenTable
 
 NO_LIMIT = 2**62
@@ -41,18 +42,24 @@ NO_REUSE = Reuse(least=NO_LIMIT)
 
 
 class Room(NamedTuple):
-    """The space that running groups leave: cache rows, and positions in them."""
+    """The space that running groups leave: cache rows, and positions in them.
+
+    `counted`: of encoder states, those that running groups look at, by identity; their positions
+    are counted there.
+    """
 
     rows: int
     positions: int = NO_LIMIT
+    counted: frozenset[int] = frozenset()
 
 
 class Key(NamedTuple):
-    """Only rows with equal keys may hold the same: who shares, what the weights are, and what the
-    first positions are where a row began with a past, which is compared by identity.
+    """Only rows with equal keys may hold the same: who shares, what the weights are, what the
+    first positions are where a row began with a past, which is compared by identity, and what they
+    look at beside an encoder.
 
     `resolved`: the numbers of what the names of adapters stand for. `changes`: how often the
-    weights had been changed in place.
+    weights had been changed in place. `source`: a digest of the encoder states, None without any.
     """
 
     salt: str | None
@@ -60,23 +67,32 @@ class Key(NamedTuple):
     resolved: tuple[int, ...]
     changes: int
     past: Past | None
+    source: str | None = None
 
 
 def key_of(request: Request) -> Key:
-    """Return what a row must have in common with those of this request."""
+    """Return what a row must have in common with those of this request, but for encoder states."""
     numbers = tuple(one.number for one in request.resolved)
     return Key(request.salt, request.adapters, numbers, request.weight_changes, request.prompt.past)
 
 
+def read_by(encoders: Iterable[Tensor | None]) -> dict[int, int]:
+    """Return how many positions encoder states have, by the identity of each: rows that look at
+    the same tensor share what is kept of it."""
+    return {id(one): len(one) for one in encoders if one is not None}
+
+
 @dataclass(slots=True, eq=False)
 class Kept:
-    """The holder of an ended group's row, which holds the positions of `content` (n, k). `used`:
-    when it was last of use, in steps of a counter."""
+    """The holder of an ended group's row, which holds the positions of `content` (n, k), and looks
+    at `encoder` states (S, E), if there are any. `used`: when it was last of use, in steps of a
+    counter."""
 
     row: int
     key: Key
     content: np.ndarray
     used: int
+    encoder: Tensor | None = None
 
 
 class Prefixes:
@@ -101,6 +117,7 @@ class Prefixes:
         self._declared, self._cuts = declared, cuts
         self._clock = 0
         self._digests: dict[int, tuple[Prompt, np.ndarray]] = {}
+        self._sources: dict[int, tuple[Tensor, str]] = {}
 
     def join(self, group: Group, running: list[Group], room: Room) -> int | None:
         """Fork the longest prefix of a group without rows from another row, and count its
@@ -113,7 +130,9 @@ class Prefixes:
         if any(sequence.row is not None for sequence in group.live) or not _shares(group.request):
             return 0
         end = group.request.prompt.length if several else lead.length
-        own, key = self._content(lead, end - 1), key_of(group.request)
+        if end - 1 - lead.cached < self.reuse.least:
+            return 0
+        own, key = self._content(lead, end - 1), self._key(group.request)
         best, source, coming = lead.cached, None, 0
         for holder, held, more in self._holders(own, key, group, running):
             coming = max(coming, more)
@@ -132,7 +151,9 @@ class Prefixes:
         """Holders of what begins like `own`, how much of it they hold and how much they will."""
         for other in running:
             request = other.request
-            if other is group or not other.live or not _shares(request) or key_of(request) != key:
+            if other is group or not other.live or not _shares(request):
+                continue
+            if self._key(request) != key:
                 continue
             holder = other.live[0]
             shared = _agreement(own, self._content(holder, holder.length))
@@ -173,10 +194,12 @@ class Prefixes:
         row, request = sequence.row, sequence.request
         if row is None or not self.reuse.kept or not _shares(request):
             return
-        known, key = self._content(sequence, sequence.cached), key_of(request)
-        fits = self.reuse.least <= len(known) <= self.reuse.kept
+        known, encoder = self._content(sequence, sequence.cached), request.prompt.encoder
+        size = len(known) + (0 if encoder is None else len(encoder))
+        fits = self.reuse.least <= len(known) and size <= self.reuse.kept
         if not fits or not (self._cuts or len(known) == sequence.cached):
             return
+        key = self._key(request)
         for one in [one for one in self.kept if one.key == key]:
             shared = _agreement(one.content, known)
             if self._usable(shared, len(one.content)) == len(known):
@@ -186,21 +209,32 @@ class Prefixes:
                 self._drop(one)
         if len(known) < sequence.cached:
             self._ledger.truncate(row, len(known))
-        self.kept.append(Kept(row, key, known.copy(), self._tick()))
+        self.kept.append(Kept(row, key, known.copy(), self._tick(), encoder))
         sequence.lose_row()
         self.shrink(Room(NO_LIMIT))
 
     def shrink(self, room: Room, spared: Sequence | Kept | None = None) -> None:
         """Drops kept rows, those unused for longest first, until they fit the room and the budget;
         the spared one stays."""
-        positions = min(room.positions, self.reuse.kept)
-        held = sum(len(one.content) for one in self.kept)
         for one in sorted(self.kept, key=lambda one: one.used):
-            if len(self.kept) <= room.rows and held <= positions:
+            if self._fit(room):
                 return
             if one is not spared:
-                held -= len(one.content)
                 self._drop(one)
+
+    def _fit(self, room: Room) -> bool:
+        """Tell whether the kept rows fit the room and the budget. Encoder states count once,
+        whoever looks at them."""
+        held = sum([len(one.content) for one in self.kept])
+        read = read_by([one.encoder for one in self.kept])
+        beside = sum([size for one, size in read.items() if one not in room.counted])
+        within = held + sum(read.values()) <= self.reuse.kept
+        return len(self.kept) <= room.rows and held + beside <= room.positions and within
+
+    def positions(self) -> int:
+        """Count the positions that kept rows hold, those of encoder states among them."""
+        held = sum(len(one.content) for one in self.kept)
+        return held + sum(read_by(one.encoder for one in self.kept).values())
 
     def forget(self) -> None:
         """No row is kept; the ledger has lost them all."""
@@ -213,6 +247,21 @@ class Prefixes:
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
+
+    def _key(self, request: Request) -> Key:
+        """Return what a row must have in common with those of this request."""
+        return key_of(request)._replace(source=self._source(request.prompt.encoder))
+
+    def _source(self, states: Tensor | None) -> str | None:
+        """Return a digest of encoder states, which is worked out once for each tensor."""
+        if states is None:
+            return None
+        known = self._sources.get(id(states))
+        if known is None:
+            if len(self._sources) > 64:
+                self._sources.clear()
+            known = self._sources[id(states)] = (states, digest_of(states))
+        return known[1]
 
     # --- what positions are made of ---------------------------------------------------------------
 
@@ -247,8 +296,7 @@ def _shares(request: Request) -> bool:
     prompt, wants = request.prompt, request.wants
     sees = wants.layers or wants.attentions or wants.prompt_logprobs is not None
     return (
-        prompt.encoder is None
-        and prompt.mask is None
+        prompt.mask is None
         and not prompt.whole
         and not request.hooks
         and not (sees or request.strategy.reads.hidden)

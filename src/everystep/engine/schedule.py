@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from everystep.engine.feed import Grant, scattered
-from everystep.engine.prefixes import NO_LIMIT, Reuse, Room
+from everystep.engine.prefixes import NO_LIMIT, Reuse, Room, read_by
 from everystep.errors import OversizeError
 from everystep.types import Group
 
@@ -111,10 +111,10 @@ class Continuous:
     def room(self) -> Room:
         held = [*self.running, *self._kept()]
         rows = self.max_rows - sum(group.rows for group in held)
-        positions = NO_LIMIT
-        if self.max_positions is not None:
-            positions = self.max_positions - sum(map(_positions, held))
-        return Room(max(rows, 0), max(positions, 0))
+        if self.max_positions is None:
+            return Room(max(rows, 0))
+        positions = self.max_positions - _positions(held)
+        return Room(max(rows, 0), max(positions, 0), frozenset(_read_by(held)))
 
     @property
     def groups(self) -> list[Group]:
@@ -182,9 +182,9 @@ class Continuous:
         if self.max_positions is None:
             return
         for group in self._kept():
-            if sum(map(_positions, [*self.running, *self._kept()])) > self.max_positions:
+            if _positions([*self.running, *self._kept()]) > self.max_positions:
                 preempt(group)
-        while len(self.running) > 1 and sum(map(_positions, self.running)) > self.max_positions:
+        while len(self.running) > 1 and _positions(self.running) > self.max_positions:
             youngest = max(self.running, key=lambda group: group.rank)
             preempt(youngest)
             self.waiting.appendleft(youngest)
@@ -198,21 +198,20 @@ class Continuous:
         if not self.waiting:
             return
         kept = self._kept()
-        rows = sum(group.rows for group in [*self.running, *kept])
-        positions = sum(map(_positions, [*self.running, *kept]))
-        limit = self.max_positions or NO_LIMIT
         while self.waiting:
             first = self.waiting[0]
-            rows += first.rows
-            positions += _positions(first)
-            while kept and (rows > self.max_rows or positions > limit):
-                preempt(kept[0])
-                rows -= kept[0].rows
-                positions -= _positions(kept.pop(0))
-            if self.running and (rows > self.max_rows or positions > limit):
+            while kept and not self._fit([*self.running, first, *kept]):
+                preempt(kept.pop(0))
+            if self.running and not self._fit([*self.running, first, *kept]):
                 return
             self.running = [*self.running, first]
             self.waiting.popleft()
+
+    def _fit(self, groups: list[Group]) -> bool:
+        """Tell whether all of these can have rows at once."""
+        if sum([group.rows for group in groups]) > self.max_rows:
+            return False
+        return not self.max_positions or _positions(groups) <= self.max_positions
 
 
 @dataclass
@@ -274,8 +273,18 @@ def _has_rows(group: Group) -> bool:
     return any(unit.row is not None for sequence in group.live for unit in sequence.units)
 
 
-def _positions(group: Group) -> int:
-    """Positions the group holds once everything known is fed; a prompt is shared by all."""
+def _positions(groups: list[Group]) -> int:
+    """Positions the groups hold once everything known is fed; a prompt is shared by all of its
+    sequences, and encoder states by all that look at them."""
+    return sum(map(_own_positions, groups)) + sum(_read_by(groups).values())
+
+
+def _read_by(groups: list[Group]) -> dict[int, int]:
+    """Positions of the encoder states that groups look at, by the identity of each."""
+    return read_by([group.request.prompt.encoder for group in groups])
+
+
+def _own_positions(group: Group) -> int:
     request = group.request
     generated = sum(s.generated for s in group.live)
     prompts = [request.prompt, *request.companions]

@@ -186,8 +186,8 @@ class PromptValues:
         "Tensor | Callable[..., object] | None",
         "(B, T), or (axes, B, T), positions other than 0, 1, ...",
     )
-    decoder_input_ids: object = _inner(
-        "Tensor | None", "(B, T) what a decoder beside an encoder begins with."
+    decoder_input_ids: object = _content(
+        "Numbers | None", "(B, T) what a decoder beside an encoder begins with, or goes on with."
     )
     decoder_attention_mask: object = _inner("Tensor | None", "(B, T) 1 for what is read of it.")
     encoder_outputs: object = _inner("object", "What an encoder made of the prompt, in its place.")

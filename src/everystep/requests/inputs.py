@@ -18,37 +18,13 @@ from torch import Tensor
 from everystep.bridge.core import ForeignModel
 from everystep.errors import RequestError, UnsupportedError
 from everystep.models import Model
-from everystep.nn.network import Heard
 from everystep.requests.arrays import of_row, read_positions
 from everystep.requests.features import Rows
 from everystep.requests.options import Assistant
 from everystep.requests.pictures import Pictures
 from everystep.requests.subject import Subject
 from everystep.types import Prompt
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EncoderSource:
-    """The encoder's side of a call: B prompts to encode, or B states (S, E) that are done.
-
-    `assistant`: (B,) states of a draft model's encoder, empty where it makes them itself.
-    `places`: (B,) where the states of each row stand in the rectangle that was passed, of `width`
-    positions; empty until they are encoded where no ids are. `ids`: (B,) the rows of that
-    rectangle, empty where ids are not known.
-    """
-
-    prompts: tuple[Prompt, ...] = ()
-    states: tuple[Tensor, ...] = ()
-    places: tuple[np.ndarray, ...] = ()
-    width: int = 0
-    ids: tuple[np.ndarray, ...] = ()
-    assistant: tuple[Tensor, ...] = ()
-
-    def encoded(self, states: Sequence[Tensor], heard: Sequence[Heard]) -> EncoderSource:
-        """The same once it is known how many states there are, (B,) states (S, E)."""
-        widths = [one.layers[-1].shape[-2] for one in heard] or list(map(len, states))
-        places = tuple(np.arange(len(one)) for one in states)
-        return replace(self, places=places, width=max(widths))
+from everystep.types.sources import EncoderSource
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,7 +199,7 @@ def _require_readable(
         if got != width:
             what = f"{_STATES} are not of {name}"
             raise RequestError(what, wanted=f"states of width {width}", got=got)
-    elif source.states:
+    elif not source.prompts:
         raise RequestError(
             f"the encoder of {name} has nothing to read",
             wanted="the prompt itself" + f", or {_STATES}" * drafts,

@@ -152,6 +152,8 @@ class PromptInputs(TypedDict, total=False):
     """(B, T) 1 for what is read and 0 for padding; or (B, 1 or heads, T, T)."""
     position_ids: Tensor | Callable[..., object] | None
     """(B, T), or (axes, B, T), positions other than 0, 1, ..."""
+    decoder_input_ids: Numbers | None
+    """(B, T) what a decoder beside an encoder begins with, or goes on with."""
     image_grid_thw: object
     """(images, 3) how many patches each has: times, rows, columns."""
     video_grid_thw: object
@@ -196,8 +198,6 @@ class ModelOptions(CallOptions, ResultOptions, PromptInputs, SpeechOptions, tota
 
     seed: int | Sequence[int] | None
     """Where the draws come from, one for all rows or one each; by default torch's generator."""
-    decoder_input_ids: Tensor | None
-    """(B, T) what a decoder beside an encoder begins with."""
     decoder_attention_mask: Tensor | None
     """(B, T) 1 for what is read of it."""
     encoder_outputs: object

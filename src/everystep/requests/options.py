@@ -24,6 +24,7 @@ from everystep.types import Past, Prompt, ResolvedAdapter
 from everystep.types.draw_places import Draws
 from everystep.types.hooks import Hook
 from everystep.types.request import Strategy
+from everystep.types.sources import EncoderSource
 
 
 @dataclass(frozen=True)
@@ -67,24 +68,29 @@ class Prefix:
     """The state of a model after some positions; nothing changes it, so calls may share it in any
     order and from several threads.
 
-    `prompt`: what was read; `past`: what a row holds of it; `core`: the weights that it was fed to;
-    `adapters`, `resolved`: what was asked for beside them, as in a request. `changes`: how often
-    the weights had been changed in place.
+    `prompt`: what was read, by the decoder where there is an encoder; `past`: what a row holds of
+    it; `core`: the weights that it was fed to; `adapters`, `resolved`: what was asked for beside
+    them, as in a request. `changes`: how often the weights had been changed in place. `source`:
+    what an encoder has read, with its states, None where there is none. Beside one a call may go on
+    from the last id itself, so that rows hold all but that one, and the past of a start token alone
+    is None.
     """
 
     prompt: Prompt
-    past: Past
+    past: Past | None
     core: Model | ForeignModel
     adapters: tuple[tuple[str, float], ...] = ()
     resolved: tuple[ResolvedAdapter, ...] = ()
     changes: int = 0
+    source: EncoderSource | None = None
 
     def __len__(self) -> int:
-        """Return the number of its positions."""
-        return self.past.length
+        """Return the number of its positions, those of the decoder where there is an encoder."""
+        return self.prompt.length
 
     def __repr__(self) -> str:
-        return f"Prefix({len(self)} positions, {self.nbytes} bytes)"
+        read = "" if self.source is None else f" after a source of {len(self.source.states[0])}"
+        return f"Prefix({len(self)} positions{read}, {self.nbytes} bytes)"
 
     @property
     def ids(self) -> tuple[int, ...] | None:
@@ -94,8 +100,10 @@ class Prefix:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its keys, values and states."""
-        parts = [part for layer in self.past.layers for part in layer]
+        """The bytes of its keys, values and states, those of an encoder among them."""
+        layers = () if self.past is None else self.past.layers
+        parts = [part for layer in layers for part in layer]
+        parts += [] if self.source is None else self.source.states
         return sum(part.numel() * part.element_size() for part in parts)
 
 

@@ -10,11 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.cache.containers import Cache
 from everystep.errors import RequestError, shown
+from everystep.requests.door import PromptValues
 from everystep.requests.inputs import Inputs
 from everystep.requests.options import Options, Prefix, adapters_of
 from everystep.requests.subject import Subject
-from everystep.types import InputSpec, Prompt
+from everystep.types import EncoderSource, InputSpec, Prompt
+
+_AFTER = (
+    *("decoder_input_ids", "decoder_attention_mask", "assistant_encoder_outputs"),
+    *("negative_prompt_ids", "negative_prompt_attention_mask", "past_key_values"),
+)
+"""What a call may bring after a prefix that knows its source."""
 
 
 def read_prefix(given: object) -> Prefix | None:
@@ -23,6 +31,23 @@ def read_prefix(given: object) -> Prefix | None:
         return given
     do = "Make it with everystep.prefill(model, tokenizer, prompt)"
     raise RequestError("prefix is of another kind", wanted="a Prefix", got=shown(given), do=do)
+
+
+def source_of(prefix: Prefix, model: Subject, given: PromptValues) -> EncoderSource:
+    """Return what the encoder of the model has read of a prefix.
+
+    RequestError for a prefix of another model, and for a call that brings a source too.
+    """
+    if prefix.core != model.core or prefix.source is None:
+        _refuse_other_model()
+    if others := [name for name in given.passed() if name not in _AFTER]:
+        raise RequestError(
+            "prefix knows what the encoder has read, and the call brings another source",
+            wanted="decoder_input_ids, or nothing, beside the prefix",
+            got=", ".join(others),
+            do=f"Leave {' and '.join(others)} out, or make a prefix of that with everystep.prefill",
+        )
+    return prefix.source
 
 
 def after_prefix(prefix: Prefix, model: Subject, inputs: Inputs) -> Inputs:
@@ -71,12 +96,17 @@ def _moved(prompt: Prompt, prefix: Prefix, declared: Mapping[str, InputSpec]) ->
     return replace(prompt, positions=own, inputs=inputs, past=prefix.past, beyond=beyond)
 
 
-def require_fitting(prefix: Prefix, model: Subject, inputs: Inputs, options: Options) -> None:
-    """Refuse a call that cannot go on from the prefix."""
+def require_fitting(
+    prefix: Prefix,
+    model: Subject,
+    inputs: Inputs,
+    options: Options,
+    passed: Cache | None = None,
+) -> None:
+    """Refuse a call that cannot go on from the prefix; `passed`: the cache that it brings."""
     e = options.effective
     if prefix.core != model.core:
-        do = "Make it anew with this model, and after model.to() or a change of its weights"
-        _refuse("is of another model", "the model that it was made with", "another", do)
+        _refuse_other_model()
     if prefix.changes != options.weight_changes:
         _refuse(
             "was fed to weights of before",
@@ -90,12 +120,17 @@ def require_fitting(prefix: Prefix, model: Subject, inputs: Inputs, options: Opt
         got = shown(options.adapters)
         do = "Make one for each adapter, with the same adapters, and anew after these have changed"
         _refuse("was fed with other adapters", [name for name, _ in prefix.adapters], got, do)
-    if inputs.lead or any(prompt.past is not None for prompt in inputs.prompts):
+    if inputs.lead or (passed is not None and int(passed.get_seq_length())):
         _refuse("and past_key_values both say what comes first", "one of the two", "both")
     if e.use_cache is False:
         _refuse("contradicts use_cache=False", "one of the two", "both")
+    if any(prompt.mask is not None for prompt in inputs.prompts):
+        do = "Leave out the positions that nothing is to see"
+        _refuse("does not go with holes after it", "positions that all see", "a mask", do)
     if e.token_healing:
         _refuse("does not go with token_healing", "one of the two", "both")
+    if prefix.past is None:
+        return  # nothing of the decoder's is held
     if options.recording.prompt_logprobs is not None:
         _refuse("hides logits of the prompt", "none, for prompt_logprobs", "both")
     if e.cache_implementation == "quantized":
@@ -130,6 +165,11 @@ def rest_of(ids: Tensor, prefix: Prefix | None) -> Tensor:
         got = f"{len(ids)} ids, of which the first {int(agree)} agree"
         _refuse("is not the beginning of these messages", f"its {count} ids and more", got, do)
     return ids[count:]
+
+
+def _refuse_other_model() -> NoReturn:
+    do = "Make it anew with this model, and after model.to() or a change of its weights"
+    _refuse("is of another model", "the model that it was made with", "another", do)
 
 
 def _refuse(what: str, wanted: object, got: object, do: str = "Leave one of them out") -> NoReturn:

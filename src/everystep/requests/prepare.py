@@ -121,7 +121,7 @@ def prepare(
     """
     fields, ends, prefix = options.effective, options.ends, options.prefix
     if prefix is not None:
-        require_fitting(prefix, subject, inputs, options)
+        require_fitting(prefix, subject, inputs, options, past)
         inputs = after_prefix(prefix, subject, inputs)
     if fields.token_healing:
         require_healable(inputs, options.tokenizer)
@@ -148,7 +148,7 @@ def prepare(
         refuse_second_encoders(subject, source, *second)
     _require_places(subject.core.network.most_positions, drafts[0], inputs, new)
     hidden, drafted = strategy.reads.hidden and runs != "loop", drafts[0] is not None
-    if prefix is not None and hidden:
+    if prefix is not None and prefix.past is not None and hidden:
         refuse_unseen_states()
     cache, how = past, None
     if past is None:

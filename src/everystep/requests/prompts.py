@@ -96,9 +96,13 @@ def read_prompt(
     """Return what `model.generate` would be given for this prompt: a rectangle of one row.
 
     After a prefix a text gets no special tokens; messages are the whole conversation, which begins
-    with the prefix, and only the rest of it is returned. Without a system message a conversation
-    begins with that of the model's chat defaults. `dialogue`: what it says of tools and thoughts.
+    with the prefix, and only the rest of it is returned. After a prefix that knows what an encoder
+    has read, a prompt says what the decoder goes on with, if anything. Without a system message a
+    conversation begins with that of the model's chat defaults. `dialogue`: what it says of tools
+    and thoughts.
     """
+    if prefix is not None and model.is_encoder_decoder:
+        return _read_rest(model, prompt)
     source, messages = model.core.source, messages_of(prompt)
     begun = None if messages is None else model.chat_defaults.begun(messages)
     if begun is not None and dialogue is not None:
@@ -116,6 +120,27 @@ def read_prompt(
     if text is not None:
         values |= _read_text(tokenizer, begun or text, starts_answer, prefix, dialogue)
     return _with_mask(PromptValues.of(values), source)
+
+
+_REST = "decoder_input_ids"
+
+
+def _read_rest(model: Subject, prompt: object) -> PromptValues:
+    """Return what the decoder goes on with after a prefix; RequestError for another source."""
+    known = (*IN_PROMPTS, *model.inputs, *prompt_names(model))
+    got = type(prompt).__name__
+    if isinstance(prompt, Mapping) and "role" not in prompt:
+        _require_known(prompt, known)
+        given = {name: value for name, value in prompt.items() if value is not None}
+        if not given.keys() - {_REST}:
+            return PromptValues.of({name: _row(model, name, one) for name, one in given.items()})
+        got = ", ".join(sorted(given.keys() - {_REST}))
+    raise RequestError(
+        "prefix knows what the encoder has read, and the prompt brings another source",
+        wanted=f"{{{_REST!r}: ids}} that the decoder goes on with, or {{}} for none",
+        got=got,
+        do="Leave the source out, or make a prefix of it with everystep.prefill",
+    )
 
 
 def read_negative(

@@ -28,7 +28,7 @@ from everystep.requests.arrays import (
 )
 from everystep.requests.door import PromptValues
 from everystep.requests.features import read_values
-from everystep.requests.inputs import EncoderSource, Inputs
+from everystep.requests.inputs import Inputs
 from everystep.requests.options import Ends, Prefix
 from everystep.requests.pictures import (
     NOTHING_HELD,
@@ -38,8 +38,10 @@ from everystep.requests.pictures import (
     shift_of,
     vision_of,
 )
+from everystep.requests.prefixes import source_of
 from everystep.requests.subject import Subject
 from everystep.types import InputSpec, Prompt
+from everystep.types.sources import EncoderSource
 
 _BESIDE_AN_ENCODER = (
     *("decoder_input_ids", "decoder_attention_mask"),
@@ -204,6 +206,8 @@ def read_inputs(
 
     `held`: what is cached already, where that was passed.
     """
+    if subject.is_encoder_decoder and prefix is not None:
+        return _read_rest(subject, given, ends, prefix)
     if subject.is_encoder_decoder:
         source, batch = _read_source(subject, given, ends)
         return replace(_read_decoder(subject, given, ends, batch), source=source)
@@ -293,6 +297,21 @@ def _read_source(subject: Subject, given: PromptValues, ends: Ends) -> tuple[Enc
     states, _ = _real_states(subject, passed, given.attention_mask)
     _require_rows(name, len(states), batch)
     return replace(source, assistant=states), batch
+
+
+def _with_assistant(subject: Subject, outputs: object, source: EncoderSource) -> EncoderSource:
+    """Return a source that has been read, with what the encoder of a draft model made of it."""
+    name = "assistant_encoder_outputs"
+    states = encoder_states(outputs, name)
+    _require_rows(name, len(states), len(source.places))
+    if subject.core.source is not None:  # whose states are all real
+        return replace(source, assistant=tuple(states))
+    width = max(int(places[-1]) + 1 for places in source.places)
+    if states.shape[1] < width:
+        do = "Pass what it made of the source that the prefix was made of, padding included"
+        raise RequestError(f"{name} is of another source", wanted=width, got=states.shape[1], do=do)
+    each = zip(states, source.places, strict=True)
+    return replace(source, assistant=tuple(row[torch.from_numpy(own)] for row, own in each))
 
 
 def _read_own_source(
@@ -397,6 +416,30 @@ def _read_decoder(subject: Subject, given: PromptValues, ends: Ends, batch: int)
     read = _read_rectangle(subject, passed, unpadded, name)
     _require_rows("decoder_input_ids", read.batch, batch)
     return _begun(read, ends.starts) if ends.starts else read
+
+
+def _read_rest(subject: Subject, given: PromptValues, ends: Ends, prefix: Prefix) -> Inputs:
+    """Return what the decoder reads after a prefix, which may be nothing; its source is read."""
+    source, name = source_of(prefix, subject, given), "decoder_input_ids"
+    ids = (
+        None
+        if given.decoder_input_ids is None
+        else read_ids(given.decoder_input_ids, name, empty=True)
+    )
+    rows, length = (1, 0) if ids is None else ids.shape
+    if length:
+        mask = given.decoder_attention_mask
+        passed = PromptValues(input_ids=given.decoder_input_ids, attention_mask=mask)
+        read = _read_rectangle(subject, passed, replace(ends, pad=None), name)
+    else:
+        read_mask(given.decoder_attention_mask, (rows, 0))
+        nothing = Prompt(ids=np.empty(0, dtype=np.int64))
+        none = (0,) * rows
+        read = Inputs((nothing,) * rows, none, none, width=0, fills=(None,) * rows)
+    source = source.repeated(rows)
+    if given.assistant_encoder_outputs is not None:
+        source = _with_assistant(subject, given.assistant_encoder_outputs, source)
+    return replace(read, source=source)
 
 
 def _starts(starts: tuple[int, ...], batch: int) -> Tensor:

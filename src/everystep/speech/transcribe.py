@@ -26,7 +26,8 @@ from everystep.processors.length import (
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
 )
-from everystep.requests.door import Arguments
+from everystep.requests.door import Arguments, PromptValues
+from everystep.requests.options import Prefix
 from everystep.requests.subject import Subject
 from everystep.speech.prefix import first_tokens
 from everystep.speech.segments import SpeechSegment, mean_logprob, segments_of, without_second_stamp
@@ -108,19 +109,24 @@ def _languages(model: Subject, speech: Speech) -> list[int]:
     found = []
     for sounds in speech.sounds:
         first = _cut(sounds, 0, sounds.shape[1], speech.span)
-        logits = _after_start(model, first, [speech.tokens.start], 1)
+        logits = _after_start(model, first, [speech.tokens.start], 1, speech.prefix)
         found.append(known[int(logits[known].argmax())])
     return found
 
 
-def _after_start(model: Subject, sounds: Tensor, ids: list[int], place: int) -> Tensor:
-    """Return (V,) logits after the id that stands `place` places before the decoder's last."""
+def _after_start(
+    model: Subject, sounds: Tensor, ids: list[int], place: int, prefix: Prefix | None
+) -> Tensor:
+    """Return (V,) logits after the id that stands `place` places before the decoder's last, beside
+    sounds, or what a prefix has heard."""
     core = cast(Model, model.core)  # one of this library, since it listens itself
+    source = None if prefix is None else prefix.source
     with inference_mode():
         logits = core.forward(
             None,
             decoder_input_ids=torch.tensor([ids]),
-            sounds=sounds[None],
+            sounds=sounds[None] if source is None else None,
+            encoder_states=None if source is None else source.states[0][None],
             kept=torch.tensor([len(ids) - place]),
         )
     return logits[0, 0].float()
@@ -136,16 +142,18 @@ def _window(model: Subject, speech: Speech, active: list[Utterance]) -> object:
     """Give every row the segments of its next window, and return what the last call returned."""
     heard = [_cut(one.sounds, one.seek, one.frames, speech.span) for one in active]
     prompts = [_decoder_ids(speech, one) for one in active]
+    prefix = None if any(one.seek for one in active) else speech.prefix
     pending, result = list(range(len(active))), None
     for attempt, temperature in enumerate(speech.temperatures, 1):
         tokens, scores, result = _call(
-            model, speech, [heard[i] for i in pending], [prompts[i] for i in pending], temperature
+            *(model, speech, prefix, [heard[i] for i in pending], [prompts[i] for i in pending]),
+            temperature,
         )
         again = []
         for place, row in enumerate(pending):
             said, one = tokens[place], active[row]
             logprob = mean_logprob(scores[place], said, temperature) if scores else 0.0
-            silence = _silence(model, speech, one, heard[row], prompts[row])
+            silence = _silence(model, speech, one, heard[row], prompts[row], prefix)
             retry, silent = speech.doubts.judge(said, model.vocab_size, logprob, silence)
             one.follows = speech.follows and (temperature is None or temperature < 0.5)
             if retry and attempt < len(speech.temperatures):
@@ -173,12 +181,17 @@ def _settle(
 
 
 def _silence(
-    model: Subject, speech: Speech, one: Utterance, heard: Tensor, prompt: list[int]
+    model: Subject,
+    speech: Speech,
+    one: Utterance,
+    heard: Tensor,
+    prompt: list[int],
+    prefix: Prefix | None,
 ) -> float:
     """Return the probability that nobody speaks in a window; 0 where nothing depends on it."""
     if speech.doubts.no_speech is None:
         return 0.0
-    logits = _after_start(model, heard, prompt, len(one.begins))
+    logits = _after_start(model, heard, prompt, len(one.begins), prefix)
     return float(logits.softmax(-1)[speech.first_stamp - 2])
 
 
@@ -198,15 +211,14 @@ def _decoder_ids(speech: Speech, one: Utterance) -> list[int]:
 def _call(
     model: Subject,
     speech: Speech,
+    prefix: Prefix | None,
     heard: list[Tensor],
     prompts: list[list[int]],
     temperature: float | None,
 ) -> tuple[list[np.ndarray], list[list[Tensor]], object]:
     """Return (B,) the ids of a window, its end among them, (B,) their scores where they are asked
-    for, and what the ordinary call returned."""
+    for, and what the ordinary call returned; a prefix may have heard the window."""
     width = max(map(len, prompts))
-    ids = torch.tensor([[speech.pad] * (width - len(row)) + row for row in prompts])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
     draws = temperature is not None and temperature > 0
     fields: dict[str, object] = {
         **speech.rest.fields,
@@ -224,19 +236,35 @@ def _call(
     scored = speech.doubts.logprob is not None
     if scored:
         fields |= {"return_dict_in_generate": True, "output_scores": True}
-    own, read = [*_processors(speech, width), *speech.processors], speech.rest.prompt
-    prompt = replace(
-        read,
-        decoder_input_ids=ids,
-        decoder_attention_mask=mask,
-        named={**read.named, "input_features": torch.stack(heard)},
-    )
-    objects = replace(speech.rest.objects, logits_processor=own)
+    own = [*_processors(speech, width), *speech.processors]
+    prompt = _read(speech, prefix, heard, prompts)
+    objects = replace(speech.rest.objects, logits_processor=own, prefix=prefix)
     given = replace(speech.rest, fields=fields, prompt=prompt, objects=objects)
     result = generate(model, given)
     sequences = result if isinstance(result, Tensor) else result.sequences
     tokens = [_spoken(row, speech) for row in sequences[:, width:].cpu().numpy()]
     return tokens, _scores_of(result) if scored else [], result
+
+
+def _read(
+    speech: Speech, prefix: Prefix | None, heard: list[Tensor], prompts: list[list[int]]
+) -> PromptValues:
+    """Return what a window is read from: sounds and the first ids of each row, or those that follow
+    a prefix, whose rows are equally long."""
+    read = speech.rest.prompt
+    if prefix is not None:
+        rest = [row[len(prefix) :] for row in prompts]
+        after = torch.tensor(rest, dtype=torch.int64).view(len(rest), -1)
+        return replace(read, decoder_input_ids=after, decoder_attention_mask=None)
+    width = max(map(len, prompts))
+    return replace(
+        read,
+        decoder_input_ids=torch.tensor([[speech.pad] * (width - len(r)) + r for r in prompts]),
+        decoder_attention_mask=torch.tensor(
+            [[0] * (width - len(r)) + [1] * len(r) for r in prompts]
+        ),
+        named={**read.named, "input_features": torch.stack(heard)},
+    )
 
 
 def _processors(speech: Speech, begin: int) -> list[object]:

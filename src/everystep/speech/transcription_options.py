@@ -15,7 +15,9 @@ from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.models import Model
 from everystep.records import record_writer
 from everystep.requests.arrays import read_processors
-from everystep.requests.door import Arguments, OfSpeech
+from everystep.requests.door import Arguments, OfSpeech, PromptValues
+from everystep.requests.options import Prefix
+from everystep.requests.prefixes import read_prefix, source_of
 from everystep.requests.subject import Subject
 from everystep.speech.prefix import Said, SpeechTokens, read_tokens
 from everystep.speech.segments import Doubts
@@ -34,7 +36,8 @@ class Speech:
     `previous`: the id before what was said earlier, if there is one; `prompt`: ids before the first
     window, `prompts_all`: before every one that follows another. `copies`: rows per utterance.
     `most`: positions of the decoder. `limit`: `max_new_tokens` or `max_length` with its value.
-    `rest`: what holds for each window as for any model.
+    `rest`: what holds for each window as for any model. `prefix`: in place of sounds that were
+    passed, one whose encoder has heard the first window.
     """
 
     sounds: Sequence[Tensor]
@@ -65,6 +68,7 @@ class Speech:
     returns_output: bool
     processors: tuple[object, ...]
     rest: Arguments
+    prefix: Prefix | None = None
 
     @property
     def said_first(self) -> tuple[int, ...]:
@@ -99,7 +103,9 @@ def read_speech(model: Subject, given: Arguments) -> Speech:
     tokens = read_tokens(said)
     network = cast(Model, model.core).network
     channels, span = network.source_shape
-    features = prompt.named.get("input_features")
+    prefix, features = read_prefix(given.objects.prefix), prompt.named.get("input_features")
+    if prefix is not None:
+        features = _heard_before(model, prefix, prompt, own)
     sounds, frames = _sounds(features, prompt.attention_mask, channels, span)
     stamps = _stamps(said, tokens, max(one.shape[1] for one in sounds), span)
     temperatures = _temperatures(given.fields.get("temperature"))
@@ -123,7 +129,7 @@ def read_speech(model: Subject, given: Arguments) -> Speech:
         language=said("language"),
         task=said("task"),
         stamps=stamps,
-        begun=_begun(prompt.decoder_input_ids, len(sounds)),
+        begun=_begun(prompt.decoder_input_ids, len(sounds), prefix, tokens.start),
         previous=() if previous is None else (int(previous),),
         prompt=_prompt(own.prompt_ids),
         prompts_all=own.prompt_condition_type == "all-segments",
@@ -149,7 +155,35 @@ def read_speech(model: Subject, given: Arguments) -> Speech:
             prompt=replace(prompt, attention_mask=None, decoder_input_ids=None, named=rest),
             speech=None,
         ),
+        prefix=prefix,
     )
+
+
+def _heard_before(model: Subject, prefix: Prefix, prompt: PromptValues, own: OfSpeech) -> Tensor:
+    """Return (1, channels, frames) the sounds of a prefix.
+
+    RequestError for a prefix that was made of states, and for what would come before its ids.
+    """
+    source = source_of(prefix, model, prompt)
+    sounds = [one.whole["input_features"] for one in source.prompts if one.whole]
+    if not sounds:
+        raise RequestError(
+            "a transcript goes on from sounds, which a prefix of encoder_outputs does not know",
+            wanted="a prefix of input_features",
+            got="one of encoder_outputs",
+            do="Make it of input_features, or pass it to es.generate",
+        )
+    several = len(prefix) > 1 or prompt.decoder_input_ids is not None
+    begun = {"language": own.language, "task": own.task} if several else {}
+    passed = {"prompt_ids": own.prompt_ids, **begun}
+    if named := [name for name, value in passed.items() if value is not None]:
+        raise RequestError(
+            "prefix has begun the transcript",
+            wanted="a prefix of the sounds alone" if begun else "nothing before its ids",
+            got=", ".join(named),
+            do=f"Leave {' and '.join(named)} out, or make a prefix that begins with these ids",
+        )
+    return sounds[0][None]
 
 
 def _said(model: Subject, given: Arguments, own: OfSpeech) -> Said:
@@ -254,15 +288,19 @@ def _check(
         raise RequestError("no_speech_threshold is read together with logprob_threshold", do=do)
 
 
-def _begun(ids: object, rows: int) -> list[list[int]]:
-    """Return (B,) decoder ids of the caller's, or nothing."""
+def _begun(
+    ids: object, rows: int, prefix: Prefix | None = None, start: int | None = None
+) -> list[list[int]]:
+    """Return (B,) decoder ids of the caller's, those of a prefix first, or nothing; a prefix that
+    holds the start token alone says nothing of language and task."""
+    held = [] if prefix is None or prefix.ids is None else [*prefix.ids]
     if ids is None:
-        return []
+        return [] if held in ([], [start]) else [held]
     table = torch.as_tensor(ids)
     if table.dim() != 2 or len(table) != rows or not table.shape[1]:
         wanted = f"({rows}, n) ids"
         raise RequestError("decoder_input_ids do not fit", wanted=wanted, got=tuple(table.shape))
-    return [[int(token) for token in row] for row in table]
+    return [[*held, *(int(token) for token in row)] for row in table]
 
 
 def _prompt(ids: object) -> tuple[int, ...]:

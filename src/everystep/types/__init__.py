@@ -59,6 +59,7 @@ from everystep.types.request import needs_of_hooks as needs_of_hooks
 from everystep.types.request import nobodys as nobodys
 from everystep.types.request import took as took
 from everystep.types.scores import Scores as Scores
+from everystep.types.sources import EncoderSource as EncoderSource
 from everystep.types.table import TokenTable as TokenTable
 from everystep.types.work import MOST_BEST as MOST_BEST
 from everystep.types.work import MOST_POSITION as MOST_POSITION

@@ -96,7 +96,7 @@ def of_files(files: Files) -> list[Figure]:
             "lines of the five rooms",
             [f"{path}: {count}" for path, count in lines.items()],
             10_500,
-            most=16_400,
+            most=16_600,
             grain=100,
             count=sum(lines.values()),
         ),

@@ -151,7 +151,7 @@ def states_of(number: int) -> Tensor:
 
 @cache
 def encoder_decoder() -> Any:
-    return family_model("t5")
+    return family_model("t5", d_model=32, d_kv=8, d_ff=48, num_layers=1, num_decoder_layers=2)
 
 
 @pytest.mark.parametrize("together", [True, False])

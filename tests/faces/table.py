@@ -176,6 +176,8 @@ FACES: dict[str, Callable[[Asked], Tokens]] = {
 
 SCORED = ("adapter_names", "steer")
 """The arguments that change how likely a text is, and that `es.score` takes."""
+SCORED_AFTER = ("prefix",)
+"""The arguments that say what such a text comes after, where an encoder has read it."""
 
 NAMED_THERE = {PROCESSORS.keyword, HOOKS.keyword}
 TYPED = {keyword_of(name) for name, one in OPTIONS.items() if one.kind is None} - NAMED_THERE

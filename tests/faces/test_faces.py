@@ -20,6 +20,7 @@ from tests.faces.table import (
     FACES,
     PROMPTS,
     SCORED,
+    SCORED_AFTER,
     TOKENIZER,
     Asked,
     Cell,
@@ -121,7 +122,7 @@ def test_a_score_is_that_of_what_was_generated(
         assert abs(plain.total - score.total) > 1e-3
 
 
-@pytest.mark.parametrize("name", sorted({*arguments()} - {*SCORED}))
+@pytest.mark.parametrize("name", sorted({*arguments()} - {*SCORED, *SCORED_AFTER}))
 def test_a_score_knows_no_argument_about_choices(name: str) -> None:
     known = inspect.signature(es.score).parameters
     assert name not in known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -205,6 +206,24 @@ def test_a_compiler_that_fails_leaves_no_library(
 
 
 @pytest.mark.native
+NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11)}
+"""The symbols' versions that manylinux_2_28 has, which packages are for."""
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("name", build.own_sets())
+def test_a_library_needs_nothing_newer_than_what_packages_are_for(name: str) -> None:
+    read = build.library_path(name).read_bytes()
+    found = re.findall(rb"\b(GLIBC|GLIBCXX|CXXABI)_([0-9.]+)\0", read)
+    assert found
+    newer = [
+        (one.decode(), of.decode())
+        for one, of in found
+        if tuple(map(int, of.split(b"."))) > NEWEST[one.decode()]
+    ]
+    assert not newer
+
+
 def test_a_library_of_another_version_is_refused(tmp_path: Path) -> None:
     source, made = tmp_path / "other.cpp", tmp_path / "other.so"
     source.write_text(

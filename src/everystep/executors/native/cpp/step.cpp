@@ -399,11 +399,13 @@ void Runner::mix(Member& member, const Part& part, int64_t index) {
     const bool looks_across = layer.across_q.count > 0;
     attend_all(member, part, part.own, index);
     reduce(member, part, index, kByOut);
-    const PanelChanges changes = changes_of(member, part, index, kOut);
-    add_output(member, part, layer.out, mixed_, changes, layer.attention_post, [&](int64_t row) {
-        if (looks_across) return norm_row(part, row, layer.across, reads_codes(layer.across_q));
-        if (!model_.parallel) before_mlp(part, row, index);
-    });
+    add_output(member, part, layer.out, mixed_, changes_of(member, part, index, kOut),
+               layer.attention_post, [&](int64_t row) {
+                   if (looks_across) {
+                       return norm_row(part, row, layer.across, reads_codes(layer.across_q));
+                   }
+                   if (!model_.parallel) before_mlp(part, row, index);
+               });
     if (looks_across) look_across(member, part, index);
     if (layer.experts.count > 0) return run_experts(member, part, index);
     expand(member, part, index);

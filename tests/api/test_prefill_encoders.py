@@ -143,9 +143,10 @@ def test_the_encoder_reads_once_for_many_calls(model: es.LanguageModel, encoded:
         prompt = {"decoder_input_ids": rest}
         assert es.generate(model, None, [prompt], prefix=one, **QUIET) == wanted
         stream = es.stream(model, None, [prompt, prompt], prefix=one, **QUIET)
+        assert [event.token for event in stream if event.request_id == "1"] == wanted[0]
         assert [[*own[0].tokens] for own in stream.results()] == wanted * 2
         run = es.open(model, None, prompt, prefix=one, **QUIET)
-        run.step()
+        next(run)
         assert [*run.result().tokens] == wanted[0]
     assert not encoded
 
@@ -221,7 +222,7 @@ def test_a_saved_run_goes_on_from_its_source_alone(
 ) -> None:
     prefixes = [begun(model, BEGUN, number) for number in (0, 0, 1)]
     run = es.open(model, None, {"decoder_input_ids": REST}, prefix=prefixes[0], **QUIET)
-    run.step()
+    next(run)
     file = tmp_path / "run"
     run.save(file)
     encoded.clear()

@@ -143,7 +143,7 @@ def test_the_encoder_reads_once_for_many_calls(model: es.LanguageModel, encoded:
         prompt = {"decoder_input_ids": rest}
         assert es.generate(model, None, [prompt], prefix=one, **QUIET) == wanted
         stream = es.stream(model, None, [prompt, prompt], prefix=one, **QUIET)
-        assert len([*stream]) == 2 * len(wanted[0])
+        assert [event.token for event in stream if event.request_id == "1"] == wanted[0]
         assert [[*own[0].tokens] for own in stream.results()] == wanted * 2
         run = es.open(model, None, prompt, prefix=one, **QUIET)
         next(run)
@@ -331,6 +331,10 @@ WRONG: dict[str, tuple[Call, str]] = {
     "a run": (lambda m, p: es.open(m, None, [5, 6], prefix=p), "another source"),
     "a score": (lambda m, p: es.score(m, None, [5, 6], after=[7], prefix=p), "another source"),
     "a prefix": (lambda m, p: es.prefill(m, None, [5, 6], prefix=p), "another source"),
+    "a start": (
+        lambda m, p: m.generate(prefix=p, decoder_start_token_id=7),
+        "begun the decoder's row; .*got 7. Leave decoder_start_token_id out",
+    ),
     "gradients": (
         lambda m, p: es.score(m, None, [5, 6], prefix=p, requires_grad=True),
         "what a prefix holds has no gradients",

@@ -28,6 +28,7 @@ from tests.executors.models import family_model, narrow_model
 from tests.judges.drive import Drive, hash_executor, run_together
 from tests.judges.mixes import random_mix
 from tests.judges.mutants import PREFIX_MUTANTS
+from tests.models.tiny import ours, reference_pair
 
 BOXES = InputSpec("bbox", "token", (2,), torch.int64)
 STYLE = InputSpec("style", "row", (1,), torch.float32)
@@ -151,7 +152,7 @@ def states_of(number: int) -> Tensor:
 
 @cache
 def encoder_decoder() -> Any:
-    return family_model("t5", d_model=32, d_kv=8, d_ff=48, num_layers=1, num_decoder_layers=2)
+    return ours(reference_pair("t5", torch.float64))
 
 
 @pytest.mark.parametrize("together", [True, False])

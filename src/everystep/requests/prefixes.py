@@ -122,6 +122,10 @@ def require_fitting(
         _refuse("was fed with other adapters", [name for name, _ in prefix.adapters], got, do)
     if inputs.lead or (passed is not None and int(passed.get_seq_length())):
         _refuse("and past_key_values both say what comes first", "one of the two", "both")
+    starts = {*options.ends.starts} if "decoder_start_token_id" in e.caller else set[int]()
+    if model.is_encoder_decoder and prefix.ids and starts - {prefix.ids[0]}:
+        do = "Leave decoder_start_token_id out, or make a prefix that begins with it"
+        _refuse("has begun the decoder's row", prefix.ids[0], e.decoder_start_token_id, do)
     if e.use_cache is False:
         _refuse("contradicts use_cache=False", "one of the two", "both")
     if any(prompt.mask is not None for prompt in inputs.prompts):

@@ -145,10 +145,8 @@ def _window(model: Subject, speech: Speech, active: list[Utterance]) -> object:
     prefix = None if any(one.seek for one in active) else speech.prefix
     pending, result = list(range(len(active))), None
     for attempt, temperature in enumerate(speech.temperatures, 1):
-        tokens, scores, result = _call(
-            *(model, speech, prefix, [heard[i] for i in pending], [prompts[i] for i in pending]),
-            temperature,
-        )
+        sounds, begun = [heard[i] for i in pending], [prompts[i] for i in pending]
+        tokens, scores, result = _call(model, speech, prefix, sounds, begun, temperature)
         again = []
         for place, row in enumerate(pending):
             said, one = tokens[place], active[row]

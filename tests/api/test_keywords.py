@@ -26,7 +26,7 @@ from everystep.testing.typed_dicts import files
 from tests.api.paper import drawn_page
 from tests.api.test_transcribe import listener
 
-READ = {"input_ids", "attention_mask", "inputs_embeds", "position_ids"}
+READ = {"input_ids", "attention_mask", "inputs_embeds", "position_ids", "decoder_input_ids"}
 PLAIN: tuple[Any, ...] = (True, 0, 1, 2, 5, 0.0, 0.5, 1.0, 1.5, "x")
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], type | None]] = {

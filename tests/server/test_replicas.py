@@ -156,7 +156,7 @@ def test_a_batch_on_two_actors_is_that_of_one_process(
     begun = whole.read_bytes().splitlines(keepends=True)[:7]
     target.write_bytes(b"".join(begun) + b'{"id":"batch_req_torn","custom_id":"n7')
     done = subprocess.run(
-        on_replicas(owner, folder, source, target), capture_output=True, text=True, timeout=300
+        on_replicas(owner, folder, source, target), capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.endswith(f"{len(lines)} lines, 30 of them without an answer\n")

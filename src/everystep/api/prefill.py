@@ -24,7 +24,7 @@ from everystep.requests.door import KEYWORDS, Arguments, Objects, PromptValues, 
 from everystep.requests.features import Rows, with_features
 from everystep.requests.options import Prefix, adapters_of
 from everystep.requests.pictures import Pictures, with_pictures
-from everystep.requests.prefixes import after_prefix, require_fitting, require_whole
+from everystep.requests.prefixes import after_prefix, require_whole
 from everystep.requests.prompts import PromptLike, TokenizerLike, read_prompt
 from everystep.requests.reading import read_options
 from everystep.requests.rectangles import read_inputs
@@ -88,14 +88,13 @@ def prefill(
     with synced(model, (options,), None):
         read = read_inputs(model, given, options.ends, options.prefix)
         if options.prefix is not None:
-            require_fitting(options.prefix, model, read, options)
-            read = after_prefix(options.prefix, model, read)
+            read = after_prefix(options.prefix, model, read, options)
         if read.batch != 1:
             do = "Make one per row"
             raise RequestError("a prefix is one row", wanted=1, got=read.batch, do=do)
         (own,) = read.prompts
         require_whole(own)
-        _require_places(model, own)
+        require_within(own.length, model.core.network.most_positions, "the decoder")
         (adapters,) = adapters_of(options.adapters, 1)
         resolved = options.resolved_of(adapters)
         with inference_mode():
@@ -152,11 +151,6 @@ def _refuse_choices(given: Mapping[str, object]) -> None:
             got=", ".join(others),
             do="Pass these to the calls that go on from it",
         )
-
-
-def _require_places(model: LanguageModel, own: Prompt) -> None:
-    """Raise OversizeError for more positions than the model has embeddings of, as one call has."""
-    require_within(own.length, model.core.network.most_positions, "the decoder")
 
 
 def _encoded(model: LanguageModel, source: EncoderSource) -> EncoderSource:

@@ -28,7 +28,7 @@ from everystep.outputs import TokenLogprobs
 from everystep.requests.arrays import as_numbers, require_known
 from everystep.requests.door import Arguments, Objects
 from everystep.requests.options import Options, Prefix, adapters_of
-from everystep.requests.prefixes import after_prefix, require_fitting
+from everystep.requests.prefixes import after_prefix
 from everystep.requests.prompts import PromptLike, TokenizerLike, is_messages, listed, read_prompt
 from everystep.requests.reading import read_count, read_options
 from everystep.requests.rectangles import read_inputs
@@ -278,8 +278,7 @@ def _read(
         given = read_prompt(model, tokenizer, after, starts_answer=True, prefix=prefix)
         inputs = read_inputs(model, given, options.ends, prefix)
         if prefix is not None:
-            require_fitting(prefix, model, inputs, options)
-            inputs = after_prefix(prefix, model, inputs)
+            inputs = after_prefix(prefix, model, inputs, options)
         (own,) = inputs.prompts
         if own.ids is None or own.brings:
             do = "Give what stands before a text as a text, messages or ids"

@@ -53,6 +53,42 @@ class Room(NamedTuple):
     counted: frozenset[int] = frozenset()
 
 
+class Occupied:
+    """The positions that rows hold. Those of encoder states count once, whoever looks at them."""
+
+    def __init__(self, held: Iterable[tuple[int, Tensor | None]] = ()) -> None:
+        self._own = 0
+        self._read: dict[int, tuple[int, int]] = {}  # how many look at states, and their size
+        for positions, encoder in held:
+            self.add(positions, encoder)
+
+    @property
+    def read(self) -> frozenset[int]:
+        """The encoder states that are looked at, by identity."""
+        return frozenset(self._read)
+
+    def add(self, positions: int, encoder: Tensor | None) -> None:
+        """Count positions of a row, and the states that it looks at."""
+        self._own += positions
+        if encoder is not None:
+            looks, size = self._read.get(id(encoder), (0, len(encoder)))
+            self._read[id(encoder)] = looks + 1, size
+
+    def remove(self, positions: int, encoder: Tensor | None) -> None:
+        """Count no longer what was added."""
+        self._own -= positions
+        if encoder is not None:
+            looks, size = self._read.pop(id(encoder))
+            if looks > 1:
+                self._read[id(encoder)] = looks - 1, size
+
+    def count(self, without: frozenset[int] = frozenset()) -> int:
+        """Return how many positions there are, without those of these states."""
+        return self._own + sum(
+            [size for one, (_, size) in self._read.items() if one not in without]
+        )
+
+
 class Key(NamedTuple):
     """Only rows with equal keys may hold the same: who shares, what the weights are, what the
     first positions are where a row began with a past, which is compared by identity, and what they
@@ -74,12 +110,6 @@ def key_of(request: Request) -> Key:
     """Return what a row must have in common with those of this request, but for encoder states."""
     numbers = tuple(one.number for one in request.resolved)
     return Key(request.salt, request.adapters, numbers, request.weight_changes, request.prompt.past)
-
-
-def read_by(encoders: Iterable[Tensor | None]) -> dict[int, int]:
-    """Return how many positions encoder states have, by the identity of each: rows that look at
-    the same tensor share what is kept of it."""
-    return {id(one): len(one) for one in encoders if one is not None}
 
 
 @dataclass(slots=True, eq=False)
@@ -216,25 +246,23 @@ class Prefixes:
     def shrink(self, room: Room, spared: Sequence | Kept | None = None) -> None:
         """Drops kept rows, those unused for longest first, until they fit the room and the budget;
         the spared one stays."""
+        if not self.kept:
+            return
+        held = self._occupied()
         for one in sorted(self.kept, key=lambda one: one.used):
-            if self._fit(room):
+            fits = len(self.kept) <= room.rows and held.count(room.counted) <= room.positions
+            if fits and held.count() <= self.reuse.kept:
                 return
             if one is not spared:
+                held.remove(len(one.content), one.encoder)
                 self._drop(one)
-
-    def _fit(self, room: Room) -> bool:
-        """Tell whether the kept rows fit the room and the budget. Encoder states count once,
-        whoever looks at them."""
-        held = sum([len(one.content) for one in self.kept])
-        read = read_by([one.encoder for one in self.kept])
-        beside = sum([size for one, size in read.items() if one not in room.counted])
-        within = held + sum(read.values()) <= self.reuse.kept
-        return len(self.kept) <= room.rows and held + beside <= room.positions and within
 
     def positions(self) -> int:
         """Count the positions that kept rows hold, those of encoder states among them."""
-        held = sum(len(one.content) for one in self.kept)
-        return held + sum(read_by(one.encoder for one in self.kept).values())
+        return self._occupied().count()
+
+    def _occupied(self) -> Occupied:
+        return Occupied((len(one.content), one.encoder) for one in self.kept)
 
     def forget(self) -> None:
         """No row is kept; the ledger has lost them all."""
@@ -250,12 +278,11 @@ class Prefixes:
 
     def _key(self, request: Request) -> Key:
         """Return what a row must have in common with those of this request."""
-        return key_of(request)._replace(source=self._source(request.prompt.encoder))
+        key, states = key_of(request), request.prompt.encoder
+        return key if states is None else key._replace(source=self._source(states))
 
-    def _source(self, states: Tensor | None) -> str | None:
+    def _source(self, states: Tensor) -> str:
         """Return a digest of encoder states, which is worked out once for each tensor."""
-        if states is None:
-            return None
         known = self._sources.get(id(states))
         if known is None:
             if len(self._sources) > 64:

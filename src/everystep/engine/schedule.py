@@ -4,12 +4,14 @@ offline batch and a server."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch import Tensor
+
 from everystep.engine.feed import Grant, scattered
-from everystep.engine.prefixes import NO_LIMIT, Reuse, Room, read_by
+from everystep.engine.prefixes import NO_LIMIT, Occupied, Reuse, Room
 from everystep.errors import OversizeError
 from everystep.types import Group
 
@@ -113,8 +115,8 @@ class Continuous:
         rows = self.max_rows - sum(group.rows for group in held)
         if self.max_positions is None:
             return Room(max(rows, 0))
-        positions = self.max_positions - _positions(held)
-        return Room(max(rows, 0), max(positions, 0), frozenset(_read_by(held)))
+        occupied = _occupied(held)
+        return Room(max(rows, 0), max(self.max_positions - occupied.count(), 0), occupied.read)
 
     @property
     def groups(self) -> list[Group]:
@@ -182,9 +184,9 @@ class Continuous:
         if self.max_positions is None:
             return
         for group in self._kept():
-            if _positions([*self.running, *self._kept()]) > self.max_positions:
+            if _occupied([*self.running, *self._kept()]).count() > self.max_positions:
                 preempt(group)
-        while len(self.running) > 1 and _positions(self.running) > self.max_positions:
+        while len(self.running) > 1 and _occupied(self.running).count() > self.max_positions:
             youngest = max(self.running, key=lambda group: group.rank)
             preempt(youngest)
             self.waiting.appendleft(youngest)
@@ -198,20 +200,20 @@ class Continuous:
         if not self.waiting:
             return
         kept = self._kept()
+        rows = sum(group.rows for group in [*self.running, *kept])
+        occupied, limit = _occupied([*self.running, *kept]), self.max_positions or NO_LIMIT
         while self.waiting:
             first = self.waiting[0]
-            while kept and not self._fit([*self.running, first, *kept]):
-                preempt(kept.pop(0))
-            if self.running and not self._fit([*self.running, first, *kept]):
+            rows += first.rows
+            occupied.add(*_held_by(first))
+            while kept and (rows > self.max_rows or occupied.count() > limit):
+                preempt(kept[0])
+                rows -= kept[0].rows
+                occupied.remove(*_held_by(kept.pop(0)))
+            if self.running and (rows > self.max_rows or occupied.count() > limit):
                 return
             self.running = [*self.running, first]
             self.waiting.popleft()
-
-    def _fit(self, groups: list[Group]) -> bool:
-        """Tell whether all of these can have rows at once."""
-        if sum([group.rows for group in groups]) > self.max_rows:
-            return False
-        return not self.max_positions or _positions(groups) <= self.max_positions
 
 
 @dataclass
@@ -273,22 +275,19 @@ def _has_rows(group: Group) -> bool:
     return any(unit.row is not None for sequence in group.live for unit in sequence.units)
 
 
-def _positions(groups: list[Group]) -> int:
-    """Positions the groups hold once everything known is fed; a prompt is shared by all of its
-    sequences, and encoder states by all that look at them."""
-    return sum(map(_own_positions, groups)) + sum(_read_by(groups).values())
+def _occupied(groups: Iterable[Group]) -> Occupied:
+    """The positions that groups hold."""
+    return Occupied(map(_held_by, groups))
 
 
-def _read_by(groups: list[Group]) -> dict[int, int]:
-    """Positions of the encoder states that groups look at, by the identity of each."""
-    return read_by([group.request.prompt.encoder for group in groups])
-
-
-def _own_positions(group: Group) -> int:
+def _held_by(group: Group) -> tuple[int, Tensor | None]:
+    """Positions the group holds once everything known is fed, and the encoder states that it looks
+    at; a prompt is shared by all of its sequences."""
     request = group.request
     generated = sum(s.generated for s in group.live)
     prompts = [request.prompt, *request.companions]
-    return sum(prompt.length for prompt in prompts) + len(prompts) * generated
+    own = sum(prompt.length for prompt in prompts) + len(prompts) * generated
+    return own, request.prompt.encoder
 
 
 def _require(what: str, needed: int, limit: int, name: str) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.errors import RankError, RequestError
 from everystep.executors.torch_executor import TorchExecutor
-from everystep.models import Model, Within
+from everystep.models import Model, Within, gathers, is_one
 from everystep.nn.modes import without_gradients
 from everystep.types import InputSpec, Past, StepOutput, Verb, Work
 
@@ -90,7 +90,7 @@ class SyncedForwards:
         A forward that failed cannot be waited for: its error is raised at once, and the others
         learn of it when the group's timeout is over.
         """
-        modules = [one.module for one in self._sharded if _lies_in_parts(one.module)]
+        modules = [one.module for one in self._sharded if _is_at_rest(one.module)]
         for model in self._sharded:
             model.synced = self
         try:
@@ -196,7 +196,9 @@ class ShardedModel:
     def _feed_for_nothing(self, part: int) -> None:
         """Feed a row of its own with one position, and free it."""
         model = self.model(None if part == DECODES else part - READS)
-        scratch = self._scratch.setdefault(part, _opened(model))
+        if part not in self._scratch:
+            self._scratch[part] = _opened(model)
+        scratch = self._scratch[part]
         scratch.follow(model)
         scratch.run(_ONE_POSITION)
         scratch.run(_FREED)
@@ -287,17 +289,12 @@ def is_in_parts(module: nn.Module) -> bool:
     """Return whether a module's weights lie in parts on several processes, by FSDP or ZeRO-3."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return False
-    if any(_is_one(one, "FSDPModule", "FullyShardedDataParallel") for one in module.modules()):
+    if any(gathers(one) or is_one(one, "FullyShardedDataParallel") for one in module.modules()):
         return True
     return any(hasattr(one, "ds_id") for one in module.parameters())
 
 
-def _is_one(module: nn.Module, *names: str) -> bool:
-    """Return whether a module is of a class of one of these names, without importing any."""
-    return any(kind.__name__ in names for kind in type(module).__mro__)
-
-
-def _lies_in_parts(module: nn.Module) -> bool:
+def _is_at_rest(module: nn.Module) -> bool:
     """Return whether nothing of a module is gathered that FSDP2 has in parts."""
     return all(hasattr(one, "full_tensor") for one in module.parameters())
 
@@ -305,5 +302,5 @@ def _lies_in_parts(module: nn.Module) -> bool:
 def _reshard(module: Any) -> None:
     """Free what forwards have left gathered, which an optimizer's step would not change."""
     for one in module.modules():
-        if _is_one(one, "FSDPModule"):
+        if gathers(one):
             one.reshard()

@@ -129,8 +129,8 @@ class TorchExecutor:
         return frozenset(able)
 
     def follow(self, model: Model) -> None:
-        """Go on with a model that differs in the tensors of its weights alone, of which it keeps
-        none; steps were not captured."""
+        """Go on with a model that differs from its own in the tensors of weights alone, where no
+        steps are captured."""
         self._network = model.network
 
     def run(self, work: Work) -> StepOutput:

@@ -19,7 +19,7 @@ from everystep.models.load import (
     weight_digest,
 )
 from everystep.models.model import Encode, Model, recomputing, refuse_copies
-from everystep.models.weight_module import LayerModule, WeightModule, Within
+from everystep.models.weight_module import LayerModule, WeightModule, Within, gathers, is_one
 
 __all__ = [
     "Encode",
@@ -27,6 +27,8 @@ __all__ = [
     "LayerModule",
     "WeightModule",
     "Within",
+    "gathers",
+    "is_one",
     "build_gguf_model",
     "build_model",
     "complete_config",

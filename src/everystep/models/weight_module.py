@@ -96,7 +96,7 @@ class WeightModule(nn.Module):
         apart = {id(weight) for layer in self._layers for weight in layer.parameters()}
         outside = [one for one in self.parameters() if id(one) not in apart]
         whole = not any(hasattr(one, "full_tensor") for one in outside)
-        return bool(self._layers) and all(map(_gathers, self._layers)) and (whole or _gathers(self))
+        return bool(self._layers) and all(map(gathers, self._layers)) and (whole or gathers(self))
 
     def forward(
         self,
@@ -172,9 +172,7 @@ class WeightModule(nn.Module):
         layers they are whole when the layer runs, if something gathers them then."""
         names = [name for name, one in self.named_parameters() if hasattr(one, "full_tensor")]
         if but_layers:
-            wrapped = [
-                n for n, one in self.named_modules() if one in self._layers and _gathers(one)
-            ]
+            wrapped = [n for n, one in self.named_modules() if one in self._layers and gathers(one)]
             names = [name for name in names if not name.startswith(tuple(f"{n}." for n in wrapped))]
         if names:
             raise RequestError(
@@ -208,8 +206,15 @@ class LayerModule(nn.Module):
         return run(with_tensors(layer(), self.weights_of_now()), *given)
 
 
-def _gathers(module: nn.Module) -> bool:
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+def gathers(module: nn.Module) -> bool:
+    """Return whether a module gathers weights that lie in parts when it is called, by FSDP2."""
+    return is_one(module, "FSDPModule")
+
+
+def is_one(module: nn.Module, name: str) -> bool:
+    """Return whether a module is of a class of this name, which is not imported to find that out:
+    it takes seconds."""
+    return any(kind.__name__ == name for kind in type(module).__mro__)
 
 
 def _layer_places(model: Model) -> list[str]:

@@ -50,12 +50,20 @@ def source_of(prefix: Prefix, model: Subject, given: PromptValues) -> EncoderSou
     return prefix.source
 
 
-def after_prefix(prefix: Prefix, model: Subject, inputs: Inputs) -> Inputs:
-    """Return the inputs with every prompt after the prefix.
+def after_prefix(
+    prefix: Prefix,
+    model: Subject,
+    inputs: Inputs,
+    options: Options,
+    passed: Cache | None = None,
+) -> Inputs:
+    """Return the inputs with every prompt after the prefix; RequestError for a call that cannot go
+    on from it. `passed`: the cache that the call brings.
 
     Where the prefix and what follows are ids, the prompt is all of them; otherwise the positions of
     the prefix have no ids.
     """
+    _require_fitting(prefix, model, inputs, options, passed)
     count, head, declared = len(prefix), prefix.ids, model.inputs
     only_ids = all(one.embeds is None and one.ids is not None for one in inputs.prompts)
     if head is not None and only_ids:
@@ -96,14 +104,9 @@ def _moved(prompt: Prompt, prefix: Prefix, declared: Mapping[str, InputSpec]) ->
     return replace(prompt, positions=own, inputs=inputs, past=prefix.past, beyond=beyond)
 
 
-def require_fitting(
-    prefix: Prefix,
-    model: Subject,
-    inputs: Inputs,
-    options: Options,
-    passed: Cache | None = None,
+def _require_fitting(
+    prefix: Prefix, model: Subject, inputs: Inputs, options: Options, passed: Cache | None
 ) -> None:
-    """Refuse a call that cannot go on from the prefix; `passed`: the cache that it brings."""
     e = options.effective
     if prefix.core != model.core:
         _refuse_other_model()

@@ -52,7 +52,7 @@ from everystep.requests.options import (
     adapters_of,
     draws_of,
 )
-from everystep.requests.prefixes import after_prefix, refuse_unseen_states, require_fitting
+from everystep.requests.prefixes import after_prefix, refuse_unseen_states
 from everystep.requests.reading import unseen_prompt
 from everystep.requests.readouts import readout_of
 from everystep.requests.strategies import require_candidates, require_known_words, strategy_of
@@ -121,8 +121,7 @@ def prepare(
     """
     fields, ends, prefix = options.effective, options.ends, options.prefix
     if prefix is not None:
-        require_fitting(prefix, subject, inputs, options, past)
-        inputs = after_prefix(prefix, subject, inputs)
+        inputs = after_prefix(prefix, subject, inputs, options, past)
     if fields.token_healing:
         require_healable(inputs, options.tokenizer)
     if inputs.source is not None and fields.return_dict_in_generate and fields.output_attentions:

@@ -164,6 +164,12 @@ def test_a_batch_on_two_actors_is_that_of_one_process(
     assert target.read_bytes().startswith(b"".join(begun)), "what is done is not done again"
 
 
+def test_a_task_that_reads_lines_imports_no_torch() -> None:
+    """Ray has a process for each of them, and one with torch starts in seconds."""
+    looked = "import sys, everystep.server.ray.spans; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", looked], timeout=PATIENCE).returncode == 0
+
+
 @pytest.mark.slow
 def test_a_killed_batch_goes_on_where_it_was(owner: Owner, folder: Path, tmp_path: Path) -> None:
     lines = mixed(1500)

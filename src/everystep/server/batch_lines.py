@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
 from everystep.errors import FormatError, MissingFileError, RequestError
 from everystep.server.fields import Json
 from everystep.server.inside import InnerReply
+from everystep.server.raw_lines import LONGEST, raw_lines
 
-_LONGEST = 32 << 20
-"""Bytes of a line at most, as of a body over HTTP."""
 _TOLD = 20
 """Faults of a file that are told at most."""
 
@@ -64,15 +62,6 @@ class _LineId(msgspec.Struct):
 _ids = msgspec.json.Decoder(_LineId)
 
 
-def raw_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file that are not blank; a longer one than is read comes cut."""
-    while raw := file.readline(_LONGEST + 1):
-        if raw.strip():
-            yield raw
-        if len(raw) > _LONGEST:
-            return
-
-
 def read_line(raw: bytes) -> BatchLine:
     """Return a line that was judged before."""
     return _lines.decode(raw)
@@ -111,8 +100,8 @@ def judged(
 
 def _fault(raw: bytes, urls: Collection[str], seen: set[bytes]) -> tuple[str, str] | None:
     """Return the code and the text of what is wrong with a line, if something is."""
-    if len(raw) > _LONGEST:
-        return "line_too_long", f"the line is longer than {_LONGEST} bytes"
+    if len(raw) > LONGEST:
+        return "line_too_long", f"the line is longer than {LONGEST} bytes"
     try:
         line = _lines.decode(raw)
         body = bytes(line.body).lstrip()

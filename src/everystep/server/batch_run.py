@@ -26,7 +26,6 @@ from everystep.server.batch_lines import (
     BatchProgress,
     is_answer,
     progress,
-    raw_lines,
     read_line,
     row_of,
     row_without_answer,
@@ -35,6 +34,7 @@ from everystep.server.exchange import HttpError, error_body
 from everystep.server.fields import Json
 from everystep.server.inside import InnerReply, ask_inside
 from everystep.server.link import EngineLink
+from everystep.server.raw_lines import raw_lines
 
 log = logging.getLogger("everystep.server")
 

@@ -19,18 +19,17 @@ from everystep.errors import CapacityError, RequestError
 from everystep.files.atomic import require_writable
 from everystep.server.application import Front
 from everystep.server.asking import Caller
-from everystep.server.batch_lines import BatchProgress, judged, raw_lines
+from everystep.server.batch_lines import BatchProgress, judged
 from everystep.server.batch_run import OrderedRows, asking, results_file, rows_of_lines, width
 from everystep.server.exchange import FrontSettings
 from everystep.server.link import EngineLink, ProcessMooring
 from everystep.server.offline import MOST_LINES, UNBOUNDED
 from everystep.server.ray.cluster import cluster
 from everystep.server.ray.orders import sharing
+from everystep.server.ray.spans import BATCH_LINES, lines_of_spans, spans_of
 from everystep.server.routes import BATCHED
 from everystep.server.settings import ServeSettings, front_model
 
-BATCH_LINES = 256
-"""Lines of a batch: many times the rows of an engine, so that its steps stay full."""
 _MOST_BLOCKS = 1000
 
 
@@ -103,7 +102,7 @@ def run_batch_on_replicas(
         front_model(one, settings.pictures(), offline=settings.offline)
     rows = OrderedRows(source, target, lambda so_far: told(so_far, count))
     rows.begin()
-    spans = list(_spans(source.resolve(), rows.progress.rows))
+    spans = list(spans_of(source.resolve(), rows.progress.rows))
     if not spans:
         return rows.progress
     own = sharing(settings, replicas)
@@ -144,31 +143,3 @@ def _answered_spans(
             got=str(error)[-600:],
             do="Give the command again: it goes on after the rows that there are",
         ) from error
-
-
-def _spans(source: Path, done: int) -> Iterator[dict[str, Any]]:
-    """Yield the stretches of a file whose lines have no row yet."""
-    with source.open("rb") as file:
-        at, number, first, start = 0, 0, done, 0
-        for _ in raw_lines(file):
-            if number == first and number >= done:
-                start = at
-            at, number = file.tell(), number + 1
-            if number > done and number - first == BATCH_LINES:
-                yield {"path": str(source), "start": start, "first": first, "count": BATCH_LINES}
-                first = number
-        if number > first:
-            yield {"path": str(source), "start": start, "first": first, "count": number - first}
-
-
-def lines_of_spans(batch: pa.Table) -> pa.Table:
-    """Return the lines of stretches of files, with their numbers."""
-    numbers: list[int] = []
-    lines: list[bytes] = []
-    for span in batch.to_pylist():
-        with open(span["path"], "rb") as file:
-            file.seek(span["start"])
-            found = raw_lines(file)
-            lines += [next(found) for _ in range(span["count"])]
-        numbers += range(span["first"], span["first"] + span["count"])
-    return pa.table({"number": pa.array(numbers), "line": pa.array(lines, pa.large_binary())})

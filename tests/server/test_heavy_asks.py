@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from everystep.processors.grammars.trials import GrammarTrials, TrialBounds
+from everystep.processors.grammars.vocabulary import library, vocabulary_of
 from everystep.server.host import HostedModel
 from everystep.server.link import ThreadMooring
+from everystep.testing.models import tiny_llama
 from tests.processors.test_grammar_trials import ENDLESS
-from tests.server.serving import LIMITS, TOKENIZER, Served, served, tiny
+from tests.server.serving import LIMITS, TOKENIZER, TRIALS, Served, served, tiny
 from tests.server.test_strangers import idle
 
 SOME = 5
@@ -107,6 +109,23 @@ def test_a_heavy_grammar_stops_no_neighbour(server: Served, name: str) -> None:
             assert answer.status_code == status, answer.text
         assert beside.steps - before >= SOME
     assert idle(server)
+
+
+def test_the_first_grammar_of_a_model_finds_its_vocabulary_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The library reads one with the interpreter's lock held, while every stream stands still."""
+    model = tiny_llama(vocab_size=347, max_position_embeddings=4096)  # a size of this test alone
+    hosted = HostedModel(model, TOKENIZER, LIMITS, trials=TRIALS)
+    assert "written" in vars(vocabulary_of(TOKENIZER, 347).spelled)
+
+    def made(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a vocabulary is read beside streams")
+
+    monkeypatch.setattr(library(), "LLTokenizer", made)
+    with served(ThreadMooring(lambda: {"tiny": hosted}, LIMITS)) as server:
+        answer = server.post("/v1/completions", prompt="a", max_tokens=2, regex="[ab]+")
+        assert answer.status_code == 200, answer.text
 
 
 LARGE: dict[str, tuple[dict[str, Any], int]] = {

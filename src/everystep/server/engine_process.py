@@ -19,6 +19,7 @@ from everystep.api.model import LanguageModel
 from everystep.files.sources import resolve_source
 from everystep.processors.grammars.trials import GrammarTrials
 from everystep.server.host import EngineLimits, HostedModel, Loader, serve_connection
+from everystep.server.interpreter import take_short_turns
 from everystep.server.request_log import write_warnings
 from everystep.sounds.features import WhisperFeatureExtractor
 
@@ -84,6 +85,7 @@ def main(descriptor: str, orders: str) -> None:
     """Serve the front at the other end of this descriptor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front's; it says when to end
     write_warnings()
+    take_short_turns()
     read = msgspec.json.decode(orders, type=EngineOrders)
     if read.threads is not None:
         import torch

@@ -45,6 +45,7 @@ from everystep.memory import give_back
 from everystep.outputs import TokenLogprobs
 from everystep.processors.grammars.source import KINDS
 from everystep.processors.grammars.trials import GrammarTrials
+from everystep.processors.grammars.vocabulary import prepare_vocabulary
 from everystep.requests.options import Options
 from everystep.requests.prompts import PromptLike
 from everystep.server.hosted_runs import HostedRuns
@@ -138,6 +139,7 @@ class HostedModel:
         self.session = Session(
             model, tokenizer, (), None, None, {}, gives_events=True, scheduler=scheduler
         )
+        prepare_vocabulary(tokenizer, model.vocab_size)  # while nobody waits for a token yet
         self.trials, self._owned = trials or GrammarTrials(), trials is None
         self.desk = Desk(self.session, None, self.trials)  # the front bounds how many wait
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from everystep.errors import RequestError
 from everystep.server.application import Front
+from everystep.server.interpreter import take_short_turns
 from everystep.server.link import EngineLink, ProcessMooring
 from everystep.server.listener import listener, tcp_socket, unix_socket
 from everystep.server.service import Service
@@ -57,6 +58,7 @@ async def serve(
     `listening`: the socket of `listening_socket`, which is closed at the end. `tell`: called with
     the address and the first model's name once requests are taken.
     """
+    take_short_turns()
     front_settings = replace(settings.front(), tracing=settings.tracing())
     sources, pictures = settings.sources(), settings.pictures()
     fronts = {

@@ -51,9 +51,9 @@ def _mapped() -> int:
 
 def main(questions: RawIOBase, answers: RawIOBase) -> None:
     """Answers until the questions end."""
-    errors, grammar, source, vocabulary, caged = _import_own(sys.argv[1:])
     if hasattr(os, "nice"):
         os.nice(5)  # who waits for a grammar waits longer than who waits for the next token
+    errors, grammar, source, vocabulary, caged = _import_own(sys.argv[1:])
     told = caged.unpacked(caged.receive(questions) or b"")
     own = vocabulary.unpacked_vocabulary(told["vocabulary"])
     more = {"RLIMIT_AS": _mapped() + told["memory"]}

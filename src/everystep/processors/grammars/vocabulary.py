@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import count
 from typing import Any
 
 import tokenizers
 
-from everystep.errors import MissingExtraError, UnsupportedError
+from everystep.errors import MissingExtraError, RequestError, UnsupportedError
 from everystep.text.native import native_call
 from everystep.text.pieces import Spelling
 
@@ -94,14 +95,22 @@ def _tabled(spelled: SpelledTokens) -> GrammarVocabulary:
     return GrammarVocabulary(spelled.eos_token_id, spelled, table)
 
 
+def prepare_vocabulary(tokenizer: Any, size: int) -> None:
+    """Make what the first grammar of a tokenizer needs, where a grammar can follow it at all.
+
+    The libraries keep the interpreter for themselves meanwhile, half a second for 49,000 ids, and
+    other threads stand still.
+    """
+    with suppress(MissingExtraError, RequestError, UnsupportedError):  # who asks for one is told
+        _ = vocabulary_of(tokenizer, size).spelled.written
+
+
 def packed_vocabulary(vocabulary: GrammarVocabulary) -> dict[str, Any]:
     """Return a vocabulary as plain values, from which another process makes one that is equal."""
     spelled = vocabulary.spelled
     tokens = spelled.tokens[:-1]
-    with native_call("the tokenizer cannot be written"):
-        backend = spelled.backend.to_str()
     return {
-        "backend": backend,
+        "backend": spelled.written,
         "bytes": b"".join(tokens).decode("latin-1"),
         "lengths": [len(one) for one in tokens],
         "special": spelled.special_token_ids[:-1],
@@ -134,6 +143,12 @@ class SpelledTokens:
         self.tokens = [*tokens, b"<the text may end>"]
         self.eos_token_id = len(tokens)
         self.special_token_ids = [*special, self.eos_token_id]
+
+    @cached_property
+    def written(self) -> str:
+        """The backend as text, which takes long to write."""
+        with native_call("the tokenizer cannot be written"):
+            return self.backend.to_str()
 
     def __call__(self, text: str) -> list[int]:
         if not isinstance(text, str):

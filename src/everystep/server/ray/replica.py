@@ -12,6 +12,7 @@ from contextlib import aclosing
 import msgspec
 
 from everystep.server.engine_process import EngineOrders, hosted
+from everystep.server.interpreter import take_short_turns
 from everystep.server.link import EngineGone, EngineLink, ThreadMooring
 from everystep.server.messages import (
     OF_FRONT,
@@ -38,6 +39,7 @@ class EngineReplica:
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, orders: EngineOrders, merge_seconds: float, hang_seconds: float
     ) -> None:
+        take_short_turns()
         if orders.threads is not None:
             import torch
 

@@ -15,15 +15,34 @@ void rest_a_moment() {
 #endif
 }
 
+constexpr auto kOthersHadTheCore = std::chrono::milliseconds(1);
+constexpr auto kNap = std::chrono::microseconds(20);
+constexpr int kNaps = 50;
+
 // Calls `done` until it is true: for some microseconds without a pause for others, then letting them
 // go first, for whoever is waited for may need this very core.
+//
+// A kernel may count time that was given away as time that was used. Where other programs want every
+// core, a member that goes on giving it away is then left out for far longer than its share, and the
+// others wait for it in turn: steps took four times as long where twice was fair. So who has just
+// lost a core for long takes naps instead, which cost no share.
 template <class Done>
 void wait_for(Done done) {
+    static thread_local int naps = 0;
     for (int i = 0; i < 400; ++i) {
         if (done()) return;
         rest_a_moment();
     }
-    while (!done()) std::this_thread::yield();
+    while (!done()) {
+        if (naps > 0) {
+            --naps;
+            std::this_thread::sleep_for(kNap);
+            continue;
+        }
+        const auto before = std::chrono::steady_clock::now();
+        std::this_thread::yield();
+        if (std::chrono::steady_clock::now() - before > kOthersHadTheCore) naps = kNaps;
+    }
 }
 
 constexpr auto kAwakeBetweenJobs = std::chrono::microseconds(200);

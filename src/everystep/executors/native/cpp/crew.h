@@ -1,10 +1,10 @@
 // A team of threads that does the phases of a step together.
 //
 // The caller is its first member. Within a step members wait for each other by spinning, and after
-// a while by giving their time away, so that a neighbour on the machine costs its share and no
-// more; between steps they spin briefly and then sleep. Every member has a run of a phase's items to
-// itself, so that what it fetches ahead is its own; who is done helps the others. Items are claimed
-// one at a time, so a member that lost its core holds nobody up for longer than an item.
+// a while by giving their time away or by naps, so that a neighbour on the machine costs little more
+// than its share; between steps they spin briefly and then sleep. Every member has a run of a phase's
+// items to itself, so that what it fetches ahead is its own; who is done helps the others. Items are
+// claimed one at a time, so a member that lost its core holds nobody up for longer than an item.
 //
 // A job may be started without the caller, who then joins it at one of its doors or gives it up.
 #pragma once

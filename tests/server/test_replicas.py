@@ -26,6 +26,7 @@ from torch.testing import assert_close
 
 import everystep as es
 from everystep.server.offline import run_batch
+from everystep.server.ray.orders import replica_orders
 from everystep.server.settings import ServeSettings
 from everystep.testing.models import tiny_llama
 from tests.cli.running import everystep
@@ -168,6 +169,32 @@ def test_a_task_that_reads_lines_imports_no_torch() -> None:
     """Ray has a process for each of them, and one with torch starts in seconds."""
     looked = "import sys, everystep.server.ray.spans; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", looked], timeout=PATIENCE).returncode == 0
+
+
+@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on .Field.")  # Ray's own
+@pytest.mark.parametrize("address", [None, "of:1"])
+def test_replicas_that_do_not_end_in_time_end_no_server_with_an_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, address: str | None
+) -> None:
+    """Ray's own wait is a minute, and this stands for one that was too short."""
+    from everystep.server.ray import deployment
+
+    said: list[str] = []
+
+    class SlowServe:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_, **__: said.append(name)
+
+        def delete(self, name: str) -> None:
+            raise TimeoutError(name)
+
+    monkeypatch.setattr(deployment, "serve", SlowServe())
+    monkeypatch.setattr(deployment, "application", lambda _: None)
+    orders = replica_orders(ServeSettings(model="m", replicas=2, ray_address=address))
+    with deployment.deployed(orders):
+        pass
+    assert said == ["start", "run", *([] if address else ["shutdown"])]
+    assert f"{orders.application} have not ended within a minute" in caplog.text
 
 
 @pytest.mark.slow

@@ -106,6 +106,9 @@ def deployed(orders: ReplicaOrders) -> Iterator[ServedReplicas]:
     try:
         yield ServedReplicas(handle, name)
     finally:
-        serve.delete(name)
+        try:
+            serve.delete(name)
+        except TimeoutError:  # Ray waits for a minute, and goes on with it afterwards
+            log.warning("the replicas of %s have not ended within a minute", name)
         if orders.address is None:
             serve.shutdown()  # type: ignore[no-untyped-call]

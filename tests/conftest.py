@@ -1,4 +1,4 @@
-"""The rules that every test runs under, and the options --all and --shard.
+"""The rules that every test runs under, and the options --all, --loaded and --shard.
 
 Warnings are errors (pyproject.toml). Operations of torch are deterministic and memory that nobody
 wrote is filled with NaN. Every test starts from the same seeds. No test reaches the network. What
@@ -29,6 +29,7 @@ import torch
 from everystep.errors import EverystepError
 from everystep.executors.native.library import status
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
+from tests.loaded import LoadedPackages
 
 SHELLS = ("bash", "zsh", "fish")
 OTHERS = ("gradio", "langchain_huggingface", "llm", "lm_eval", "outlines")
@@ -40,6 +41,8 @@ _SHOWN = 2000  # characters of a failure that are shown at once
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("everystep")
     group.addoption("--all", action="store_true", help="run slow and model tests; a skip fails")
+    told = "add the packages that the tests load to a file"
+    group.addoption("--loaded", metavar="FILE", type=Path, help=told)
     group.addoption("--shard", metavar="I/N", type=_shard, help="run the I-th of N parts")
 
 
@@ -62,6 +65,9 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
     else:
         config.pluginmanager.register(ShownAtOnce())
+    steps_here = "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses", None)
+    if steps_here and (path := config.getoption("loaded")) is not None:
+        config.pluginmanager.register(LoadedPackages(path))
     # A failure that nobody else can see again is of no use, so examples are always the same ones.
     hypothesis.settings.register_profile(
         "everystep", deadline=None, derandomize=True, database=None, print_blob=True

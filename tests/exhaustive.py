@@ -5,8 +5,9 @@
     scripts/exhaustive --left      runs every part that has not passed on today's sources
 
 They take hours, so they are shared out over days: the newest run of each folder, or of its files
-one by one, is a row of tests/exhaustive.json, which says how many files have changed since. A row
-is about a commit, so nothing runs where the sources differ from the last one.
+one by one, is a row of tests/exhaustive.json. A row is about a commit, so nothing runs where the
+sources differ from the last one; and it names the packages that its tests had loaded, so that what
+else changes since does not count.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
+from tests.loaded import ALL, place_of
 from tests.reading import ROOT
 
 RECORD = ROOT / "tests/exhaustive.json"
@@ -33,13 +35,20 @@ WATCHED = ("src", "tests", "pyproject.toml", ":(exclude)tests/exhaustive.json")
 
 @dataclass(frozen=True)
 class Run:
-    """The newest run of a part: its commit, its day, its tests and its seconds."""
+    """The newest run of a part: its commit, its day, its tests and its seconds, and the packages
+    that they had loaded, none where that is not known or may be all."""
 
     commit: str
     day: str
     tests: int
     failed: int
     seconds: int
+    loaded: str = ""
+
+    def depends_on(self, file: str) -> bool:
+        """Return whether a changed file may change how it ends."""
+        place = place_of(file)
+        return not self.loaded or place is None or place in self.loaded.split()
 
 
 _MARKS = re.compile(r"mark\.(slow|few)\b")
@@ -95,9 +104,13 @@ def read(path: Path = RECORD) -> dict[str, Run]:
 
 def write(runs: Mapping[str, Run], path: Path = RECORD) -> None:
     """Keep the runs, part by part."""
-    rows = {name: asdict(runs[name]) for name in sorted(runs)}
+    rows = {name: _row(runs[name]) for name in sorted(runs)}
     lines = (f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _row(one: Run) -> dict[str, object]:
+    return {name: value for name, value in asdict(one).items() if value != ""}
 
 
 def counted(report: Path) -> tuple[int, int]:
@@ -126,19 +139,26 @@ def changed_since(commit: str) -> list[str] | None:
     return names + new
 
 
+def since(one: Run, changed: Iterable[str] | None) -> int | None:
+    """Return how many of the files that have changed since a run may change how it ends."""
+    return None if changed is None else sum(map(one.depends_on, changed))
+
+
 def run(part: str) -> Run:
     """Return how the exhaustive tests of a part ended on the last commit."""
     start = time.monotonic()
     commit = _git("rev-parse", "--short=12", "HEAD").strip()
     with tempfile.TemporaryDirectory() as place:
-        report = Path(place) / "report.xml"
+        report, names = Path(place) / "report.xml", Path(place) / "loaded"
         line = [str(ROOT / "scripts/test"), "--all", "-m", "slow", "-q", f"--junitxml={report}"]
-        ended = subprocess.run([*line, f"tests/{part}"], cwd=ROOT, check=False)
+        ended = subprocess.run([*line, f"--loaded={names}", f"tests/{part}"], cwd=ROOT, check=False)
         tests, failed = counted(report) if report.is_file() else (0, 0)
+        loaded = {*names.read_text().split()} if names.is_file() else {ALL}
     if ended.returncode and not failed:
         sys.exit(f"exhaustive: tests/{part} did not end, and nothing is kept of it")
     day = datetime.now(UTC).date().isoformat()
-    return Run(commit, day, tests, failed, round(time.monotonic() - start))
+    known = "" if ALL in loaded else " ".join(sorted(loaded))
+    return Run(commit, day, tests, failed, round(time.monotonic() - start), known)
 
 
 def shown(runs: Mapping[str, Run], changed: Mapping[str, int | None]) -> str:
@@ -171,8 +191,7 @@ def main(arguments: Iterable[str]) -> str | None:
     asked = list(arguments)
     runs = read()
     differ = {commit: changed_since(commit) for commit in {one.commit for one in runs.values()}}
-    sizes = {commit: None if names is None else len(names) for commit, names in differ.items()}
-    changed = {name: sizes[one.commit] for name, one in runs.items()}
+    changed = {name: since(one, differ[one.commit]) for name, one in runs.items()}
     if not asked:
         print(shown(runs, changed))
         return None

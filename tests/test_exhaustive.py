@@ -10,6 +10,7 @@ import pytest
 
 from tests import exhaustive
 from tests.exhaustive import Run
+from tests.loaded import ALL, may_load_anything
 from tests.reading import ROOT
 
 
@@ -92,3 +93,39 @@ def test_files_that_differ_from_a_commit_are_named(
         (tmp_path / name).write_text("2\n")
     assert exhaustive.changed_since("HEAD") == ["src/a.py", "tests/new.py"]
     assert exhaustive.changed_since("0" * 12) is None, "a history that was written anew"
+
+
+def test_what_no_test_of_a_run_had_loaded_does_not_count() -> None:
+    one = Run("a", "2026-01-01", 10, 0, 60, "engine tests/laws")
+    near = ["src/everystep/engine/step.py", "src/everystep/errors.py", "tests/laws/mixes.py"]
+    near += ["tests/conftest.py", "pyproject.toml"]
+    far = ["src/everystep/server/ray/fan.py", "tests/server/serving.py"]
+    assert exhaustive.since(one, near) == len(near)
+    assert exhaustive.since(one, near + far) == len(near)
+    assert exhaustive.since(ran("a"), near + far) == len(near + far), "of others nothing is known"
+    assert exhaustive.since(one, None) is None
+
+
+def test_a_run_of_tests_says_what_it_had_loaded(tmp_path: Path) -> None:
+    told, tests = tmp_path / "told", tmp_path / "test_one.py"
+    tests.write_text("def test_a():\n    import everystep.stops\n")
+    line = ["-p", "no:cacheprovider", "-n", "1", f"--loaded={told}", "-c", "pyproject.toml"]
+    command = [sys.executable, "-m", "pytest", *line, "-p", "tests.conftest", str(tests)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTEST_XDIST_WORKER", raising=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = told.read_text().split()
+    assert "stops" in names and not {"server", ALL} & {*names}
+
+
+def test_programs_that_may_load_anything_are_told_from_others() -> None:
+    def starts(*line: str) -> bool:
+        return may_load_anything("subprocess.Popen", (line[0], list(line), None, None))
+
+    python, own = sys.executable, str(ROOT / "src/everystep/text/caged.py")
+    assert starts(python, "-m", "everystep") and starts(python, "-c", "import everystep")
+    assert starts("everystep", "serve") and starts(python, str(ROOT / "tests/conftest.py"))
+    assert not starts(python, "-I", "-S", own), "a program of one package, which is loaded"
+    assert not starts("git", "log") and not may_load_anything("open", ("python", "r", 0))
+    assert may_load_anything("os.fork", ())

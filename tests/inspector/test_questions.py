@@ -812,15 +812,28 @@ def slow_in_terminal(shell: Shell) -> None:
     assert (least, most) == (f"{min(spent):.3g}", f"{max(spent):.3g}")
 
 
+def fed_in(kind: str, made: Made) -> list[str]:
+    """What is fed in each step: the prompt, then the last token and what was drafted after it."""
+    found, known = [], 0
+    prompt = len(made.tokenizer.encode(PROMPT))
+    for step in made.raw(kind).steps():
+        drafts = sum(len(tokens) for _, tokens, _ in step.get("drafts", ()))
+        fed = drafts + (1 if known else prompt)
+        found.append(f"fed {fed} positions; {known} came from a cache")
+        known = (known + 1 if known else prompt) + len(step["rows"]) - 1
+    return found
+
+
 def fed_on_page(page: Screen) -> None:
-    count = len(page.made.run("greedy").prompt)
-    assert f"fed {count} positions; 0 came from a cache" in page.open("greedy").stand(0)
-    assert f"fed 1 positions; {count} came from a cache" in page.stand(1)
+    page.open("greedy")
+    for at, fed in enumerate(fed_in("greedy", page.made)):
+        assert fed in page.stand(at)
 
 
 def fed_in_terminal(shell: Shell) -> None:
-    count = len(shell.made.run("greedy").prompt)
-    assert f"fed 1 positions; {count} came from a cache" in shell("greedy", "--step", "1")
+    for kind in ("greedy", "agreed", "grammar"):
+        for number, fed in enumerate(fed_in(kind, shell.made)):
+            assert fed in shell(kind, "--step", str(number)), (kind, number)
 
 
 def beside_of(made: Made) -> list[int]:
@@ -901,8 +914,9 @@ def cache_in_terminal(shell: Shell) -> None:
 
 def prompt_on_page(page: Screen) -> None:
     assert page.open("greedy").reach(".prompt") == marked(PROMPT)
-    title = page.value("document.querySelector('.prompt span').title")
-    assert title == f"position 0, id {page.made.run('greedy').prompt[0]}"
+    titles = page.value("[...document.querySelectorAll('.prompt span')].map((one) => one.title)")
+    ids = page.made.tokenizer.encode(PROMPT)
+    assert titles == [f"position {place}, id {id}" for place, id in enumerate(ids)]
     text = page.open("pictures").reach(".prompt")
     assert text.count(f"<{IMAGE}>") == page.made.run("pictures").prompt.count(IMAGE) > 4
     assert "beside idspositions, pictures" in page.text("dl")
@@ -915,36 +929,72 @@ def prompt_in_terminal(shell: Shell) -> None:
     assert "beside ids\tpositions, pictures" in out
 
 
+def origins_of(kind: str, made: Made) -> list[str]:
+    """Where the tokens of a run come from, by how it was asked for: a hook forces the second and
+    the third, a grammar what has no rival, and the model drafts for itself, which is all right."""
+    raw = made.raw(kind)
+    size = len(raw.tokens())
+    if kind == "hooks":
+        return ["chosen", "forced", "forced", *["chosen"] * (size - 3)]
+    if kind == "grammar":
+        return ["forced" if len(one) == 1 else "chosen" for one in allowed_in(made)]
+    return [
+        "drafted" if number + 1 < len(step["rows"]) else "chosen"
+        for step in raw.steps()
+        for number in range(len(step["rows"]))
+    ]
+
+
 def origin_on_page(page: Screen) -> None:
-    page.open("hooks")
-    kinds = page.value("[...document.querySelectorAll('#tokens span')].map((one) => one.className)")
-    forced = page.made.run("hooks")
-    origins = [forced.row_at(at).origin for at in range(4)]  # type: ignore[union-attr]
-    assert [one.split(" ")[1] for one in kinds[:4]] == origins and len({*origins}) > 1
-    assert "drafted" in page.open("agreed").value("document.querySelector('#tokens').innerHTML")
+    kinds = "[...document.querySelectorAll('#tokens span')].map((one) => one.className)"
+    for kind in ("hooks", "agreed", "grammar"):
+        wanted = origins_of(kind, page.made)
+        assert len({*wanted}) > 1
+        found = page.open(kind).value(kinds)
+        assert [one.split(" ")[1] for one in found[: len(wanted)]] == wanted
 
 
 def origin_in_terminal(shell: Shell) -> None:
     for kind in ("hooks", "agreed", "grammar"):
-        run = shell.made.run(kind)
-        origins = {row.origin for step in run.steps for row in step.rows}
-        lines = shell(kind, "--rows", "99").splitlines()
-        assert origins <= {cell for line in lines for cell in line.split("\t")}
+        wanted = origins_of(kind, shell.made)
+        cells = [line.split("\t") for line in shell(kind, "--rows", "99").splitlines()]
+        found = {int(one[2]): one[4] for one in cells if len(one) > 5 and one[2].isdecimal()}
+        assert [found[at] for at in range(len(wanted))] == wanted, kind
+
+
+GRAMMAR_TEXTS = [f"{word} {letter}" for word in ("yes", "no", "maybe") for letter in "ab"]
+
+
+def allowed_in(made: Made) -> list[set[str]]:
+    """What may follow before each token of the run with the grammar, as it is spelled: by the
+    texts that the grammar has."""
+    found, text = [], ""
+    for id in made.raw("grammar").tokens():
+        rest = [one[len(text) :] for one in GRAMMAR_TEXTS if one.startswith(text)]
+        found.append({marked(one[0]) if one else "<|end|>" for one in rest})
+        text += made.spell(id).replace("·", " ")
+    return found
 
 
 def grammar_on_page(page: Screen) -> None:
-    text, row = page.open("grammar").stand(0), page.made.row("grammar", 0)
-    stage = next(one for one in row.stages if one.removed)
-    assert str(stage.removed) in text and "ruled out" in text
+    page.open("grammar")
+    for at, allowed in enumerate(allowed_in(page.made)):
+        (count,) = numbers(r"ruled out of all(\d+)end", page.stand(at))
+        assert int(count) == VOCABULARY - len(allowed)
     whole = page.value("document.querySelector('dl').textContent")
     assert "(yes|no|maybe)·[ab]" in whole or "(yes|no|maybe) [ab]" in whole
 
 
 def grammar_in_terminal(shell: Shell) -> None:
     assert "follows\tregex (yes|no|maybe) [ab]" in shell("grammar")
-    out = shell("grammar", "--step", "0")
-    allowed = [one for one in out.splitlines() if one.split("\t")[-1].endswith("%")]
-    assert {one.split("\t")[2] for one in allowed} <= {"y", "n", "m"} and allowed
+    count = len(shell.made.raw("grammar").steps())
+    out = "\n".join(shell("grammar", "--step", str(number)) for number in range(count))
+    parts = re.split(r"^sequence 0, token \d+: entropy", out, flags=re.MULTILINE)[1:]
+    for part, allowed in zip(parts, allowed_in(shell.made), strict=True):
+        lines = [line.split("\t") for line in part.splitlines()]
+        assert {one[2] for one in lines if one[-1].endswith("%")} == allowed
+        ruled_out = [one for one in lines if "ruled out of all" in one]
+        assert [int(one[-2]) for one in ruled_out] == [VOCABULARY - len(allowed)]
 
 
 def check_seed(made: Made, text: str) -> None:
@@ -1096,13 +1146,20 @@ def parts_in_terminal(shell: Shell) -> None:
     check_parts(shell.made, shell.ask("greedy", "--which-prompt"))
 
 
+def held_back(made: Made) -> str:
+    """The third and the fourth token, with which the stop string begins, as they are spelled."""
+    return made.spell(*made.raw("stopped").tokens()[2:4])
+
+
 def shown_on_page(page: Screen) -> None:
-    assert "did not have yet: " in page.open("stopped").stand(3)
+    said = page.open("stopped").stand(3)
+    assert re.search(rf"did not have yet: {re.escape(held_back(page.made))}(step|$)", said), said
     assert "had all of it after this step" in page.stand(9)
 
 
 def shown_in_terminal(shell: Shell) -> None:
-    assert "a reader of the stream did not have yet: " in shell("stopped", "--step", "3")
+    said = f"a reader of the stream did not have yet: {held_back(shell.made)}"
+    assert said in shell("stopped", "--step", "3").splitlines()[-3]
     assert "did not have yet: " in shell("beams", "--step", "1")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +32,15 @@ from everystep.server.messages import Alive, Tokens
 from everystep.server.settings import ServeSettings, read_settings
 from everystep.testing import HashExecutor
 from everystep.types import StepOutput, Work
-from tests.server.serving import LIMITS, TOKENIZER, Served, chunks_of, joined, tiny
+from tests.server.serving import (
+    LIMITS,
+    PATIENCE,
+    TOKENIZER,
+    Served,
+    chunks_of,
+    joined,
+    tiny,
+)
 from tests.server.virtual import hash_model
 
 LONG: Any = {"prompt": "hello", "max_tokens": 150, "ignore_eos": True, "seed": 3}
@@ -160,3 +170,28 @@ def test_the_bound_is_a_setting(tmp_path: Path) -> None:
     file.write_text("hang_seconds = -1\n")
     with pytest.raises(EverystepError, match="hang_seconds"):
         read_settings(file, {})
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.3])
+def test_a_server_that_is_ended_while_its_model_is_loaded_ends(moment: float) -> None:
+    """At once, and not when an engine that is never ready has said that it is."""
+
+    class LoadsForEver(Mooring):
+        def start(self) -> socket.socket:
+            own, self._other = socket.socketpair()
+            return own
+
+        def end(self) -> None:
+            self._other.close()
+
+        def kill(self) -> None:
+            raise AssertionError("it is ended by its connection")
+
+    async def ended() -> None:
+        link = EngineLink(LoadsForEver())
+        starting = asyncio.create_task(link.start())
+        await asyncio.sleep(moment)
+        starting.cancel()
+        await asyncio.wait_for(link.close(), PATIENCE)
+
+    asyncio.run(ended())

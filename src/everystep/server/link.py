@@ -308,7 +308,8 @@ class EngineLink:
         self._lines: dict[str, WaitingLine] = {}
         self._asking: dict[int, Asking] = {}
         self._number = 0
-        self._writer: asyncio.StreamWriter | None = None
+        self._writer: asyncio.StreamWriter | None = None  # of an engine that is ready
+        self._connection: asyncio.StreamWriter | None = None  # of any
         self._closing = False
         self._ready = asyncio.Event()
         self._was_ready = False
@@ -378,7 +379,8 @@ class EngineLink:
         self._closing = True
         if self._writer is not None:
             self._writer.write(frame(Quit()))
-            self._writer.close()
+        if self._connection is not None:
+            self._connection.close()  # an engine that is not ready yet reads nothing
         await asyncio.gather(self._keeping, return_exceptions=True)
         self._fail_all(_STOPPED, always=True)
 
@@ -484,13 +486,15 @@ class EngineLink:
             started = self._clock()
             connection = await asyncio.to_thread(self._mooring.start)
             reader, writer = await asyncio.open_connection(sock=connection)
+            self._connection = writer
             try:
-                await self._converse(reader, writer)
+                if not self._closing:
+                    await self._converse(reader, writer)
             except (msgspec.DecodeError, FormatError) as error:
                 log.error("the engine said what cannot be read: %s", error)
             finally:
                 self._ready.clear()
-                self._writer = None
+                self._writer = self._connection = None
                 self.tallies.forget_engine()
                 writer.close()
                 await asyncio.to_thread(self._mooring.end)

@@ -11,10 +11,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.reading import ROOT
+
 ALL = "all"
 """What stands in place of names where a program was started that may load anything."""
-_FORKS = frozenset({"os.fork", "os.forkpty"})
+_FORKS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn"})
+_STARTED = {"multiprocessing.popen_spawn_posix", "multiprocessing.popen_forkserver"}
+"""Modules of Python that are imported with the first process which they start, of which the
+interpreter's events say nothing."""
 
 
 def place_of(file: str) -> str | None:
@@ -64,6 +68,7 @@ class LoadedPackages:
         files = (getattr(one, "__file__", None) for one in [*sys.modules.values()])
         own = (Path(file) for file in files if file is not None)
         found = places(str(one.relative_to(ROOT)) for one in own if one.is_relative_to(ROOT))
-        lines = [ALL] if self._anything else sorted(found)
+        anything = self._anything or bool(_STARTED & sys.modules.keys())
+        lines = [ALL] if anything else sorted(found)
         with self._path.open("a") as out:
             out.write("".join(f"{line}\n" for line in lines))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -129,3 +130,24 @@ def test_programs_that_may_load_anything_are_told_from_others() -> None:
     assert not starts(python, "-I", "-S", own), "a program of one package, which is loaded"
     assert not starts("git", "log") and not may_load_anything("open", ("python", "r", 0))
     assert may_load_anything("os.fork", ())
+
+
+@pytest.mark.parametrize("way", ["spawn", "forkserver"])
+def test_processes_of_multiprocessing_may_load_anything(way: str, tmp_path: Path) -> None:
+    """No event tells of them."""
+    told = tmp_path / "told"
+    text = f"""
+import multiprocessing
+from pathlib import Path
+from tests.loaded import LoadedPackages
+if __name__ == "__main__":
+    seen = LoadedPackages(Path({str(told)!r}))
+    one = multiprocessing.get_context({way!r}).Process(target=print)
+    one.start()
+    one.join()
+    seen.pytest_sessionfinish()
+"""
+    (tmp_path / "program.py").write_text(text)
+    command = [sys.executable, str(tmp_path / "program.py")]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"})
+    assert told.read_text().split() == [ALL]

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from everystep.errors import TokenizerError
 from everystep.processors.grammars.trials import GrammarTrials, TrialBounds
-from everystep.processors.grammars.vocabulary import library, vocabulary_of
+from everystep.processors.grammars.vocabulary import SpelledTokens, library, vocabulary_of
 from everystep.server.host import HostedModel
 from everystep.server.link import ThreadMooring
 from everystep.testing.models import tiny_llama
@@ -126,6 +127,17 @@ def test_the_first_grammar_of_a_model_finds_its_vocabulary_read(
     with served(ThreadMooring(lambda: {"tiny": hosted}, LIMITS)) as server:
         answer = server.post("/v1/completions", prompt="a", max_tokens=2, regex="[ab]+")
         assert answer.status_code == 200, answer.text
+
+
+def test_a_tokenizer_that_cannot_be_written_is_served_without_grammars(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(_: Any) -> str:
+        raise TokenizerError("the tokenizer cannot be written")
+
+    monkeypatch.setattr(SpelledTokens, "written", property(fails))
+    model = tiny_llama(vocab_size=349, max_position_embeddings=4096)
+    HostedModel(model, TOKENIZER, LIMITS, trials=TRIALS).close()
 
 
 LARGE: dict[str, tuple[dict[str, Any], int]] = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import tokenizers
 
-from everystep.errors import MissingExtraError, RequestError, UnsupportedError
+from everystep.errors import EverystepError, MissingExtraError, UnsupportedError
 from everystep.text.native import native_call
 from everystep.text.pieces import Spelling
 
@@ -101,7 +101,7 @@ def prepare_vocabulary(tokenizer: Any, size: int) -> None:
     The libraries keep the interpreter for themselves meanwhile, half a second for 49,000 ids, and
     other threads stand still.
     """
-    with suppress(MissingExtraError, RequestError, UnsupportedError):  # who asks for one is told
+    with suppress(EverystepError):  # who asks for a grammar is told
         _ = vocabulary_of(tokenizer, size).spelled.written
 
 

@@ -11,22 +11,19 @@ same work in float32, in turns with ours.
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import torch
 from parts.models import Models, reference
+from parts.neighbours import busy
 from parts.report import options, write
 
 import everystep as es
 
 _FIRST = 10  # steps that are left out
-_ENDLESS = "while True: sum(range(1000))"
 Ways = dict[str, Callable[[int], list[float]]]
 
 
@@ -51,19 +48,6 @@ def ways_of(prompt: str) -> Ways:
         return moments
 
     return {"everystep, Q4_1": ours, "transformers, float32": transformers}
-
-
-@contextmanager
-def busy(programs: int) -> Iterator[None]:
-    """So many programs compute without an end."""
-    running = [subprocess.Popen([sys.executable, "-c", _ENDLESS]) for _ in range(programs)]
-    try:
-        time.sleep(0.3)
-        yield
-    finally:
-        for one in running:
-            one.kill()
-            one.wait()
 
 
 def measured(ways: Ways, counts: list[int], tokens: int, turns: int) -> list[dict[str, Any]]:

@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ import torch
 from parts.clock import MemorySpeed
 from parts.environments import PEERS, Unavailable, default_folder, python_of
 from parts.models import Models
+from parts.neighbours import busy
 from parts.processes import EngineProcess
 from parts.report import options, write
 
@@ -200,17 +199,6 @@ def _row(
     return row
 
 
-@contextmanager
-def neighbour() -> Iterator[None]:
-    """Another process keeps a core busy."""
-    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
-
-
 def measure_format(format: str, args: argparse.Namespace) -> dict[str, Any]:
     """Every case of a format, and a line for each engine that could not take part."""
     models, rows, contenders, absent = Models(args.peers), [], [], []
@@ -236,7 +224,7 @@ def measure_format(format: str, args: argparse.Namespace) -> dict[str, Any]:
 def _measure_busy(contenders: list[Contender], repeats: int) -> list[dict[str, Any]]:
     print("with a busy neighbour:")
     chosen = [one for one in contenders if one.reader.engine in BUSY_ENGINES]
-    with neighbour():
+    with busy(1):
         return [row for case in BUSY_CASES for row in measure(chosen, case, repeats)]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,17 +133,35 @@ class CausalLMOutput(OutputFields):
     logprobs: Tensor | None = field(default=None, kw_only=True)
 
 
-def _fields_of(output: CausalLMOutput) -> tuple[list[Any], None]:
+@dataclass(eq=False, repr=False)
+class Seq2SeqLMOutput(OutputFields):
+    """As `CausalLMOutput`, of a decoder beside an encoder. `cross_attentions`: (B, H, T, S) of each
+    layer. `encoder_last_hidden_state`: (B, S, E), None where a cache stands for it; what the
+    encoder's layers show, (B, S, E) and (B, H, S, S) each."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: Any = None
+    decoder_hidden_states: Layers | None = None
+    decoder_attentions: Layers | None = None
+    cross_attentions: Layers | None = None
+    encoder_last_hidden_state: Tensor | None = None
+    encoder_hidden_states: Layers | None = None
+    encoder_attentions: Layers | None = None
+    logprobs: Tensor | None = field(default=None, kw_only=True)
+
+
+def _fields_of(output: OutputFields) -> tuple[list[Any], None]:
     return [getattr(output, one.name) for one in fields(output)], None
 
 
-def _of_fields(values: Iterable[Any], _: None) -> CausalLMOutput:
-    *positional, logprobs = values
-    return CausalLMOutput(*positional, logprobs=logprobs)
+def _made_again(kind: type[OutputFields], values: Iterable[Any], _: None) -> OutputFields:
+    return kind(**dict(zip((one.name for one in fields(kind)), values, strict=True)))
 
 
 # What wraps a module looks for the tensors in its output, as `fully_shard` does.
-_pytree.register_pytree_node(CausalLMOutput, _fields_of, _of_fields)
+for _kind in (CausalLMOutput, Seq2SeqLMOutput):
+    _pytree.register_pytree_node(_kind, _fields_of, partial(_made_again, _kind))
 
 
 def encoder_states(outputs: Any, name: str = "encoder_outputs") -> Tensor:

@@ -105,6 +105,12 @@ CALLS: dict[str, tuple[Callable[[], Any], ...]] = {
         lambda: es.DynamicCache(config=chunked()),
         lambda: es.DynamicCache(config=linear()),
     ),
+    '`cache_implementation="quantized"` of a model with sliding windows': (
+        lambda: generated("mistral", cache_implementation="quantized"),
+    ),
+    "a `cache_config` with `nbits` of 1, 2 or 3": (
+        lambda: generated("llama", cache_implementation="quantized", cache_config={"nbits": 2}),
+    ),
     '`cache_implementation="offloaded"` or `"offloaded_static"`': (
         lambda: generated("llama", cache_implementation="offloaded"),
         lambda: generated("llama", cache_implementation="offloaded_static"),

@@ -17,11 +17,17 @@ from everystep.config.kinds import is_integer, is_number, require
 from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError, nearest, shown
 from everystep.executors.positions import require_positions
 from everystep.models.decoder import Decoder
+from everystep.models.dense import holds_across
 from everystep.models.vision.spec import VisionSpec
 from everystep.nn.loss import NO_LABEL, Head, label_logprobs, label_losses
 from everystep.nn.network import Heard, Network, Placed, holds_states
 from everystep.nn.places import kept_places
-from everystep.outputs import CausalLMOutput, encoder_states
+from everystep.outputs import (
+    CausalLMOutput,
+    Layers,
+    Seq2SeqLMOutput,
+    encoder_states,
+)
 from everystep.requests.absent import ARGUMENTS, refuse_argument
 from everystep.requests.arrays import read_adapters, read_ids, read_mask, require_known
 from everystep.requests.caches import require_cache, require_room
@@ -77,7 +83,7 @@ def forward(
     decoder_inputs_embeds: Tensor | None = None,
     cache_position: Tensor | None = None,
     **prompt_inputs: object,
-) -> CausalLMOutput | tuple[object, ...]:
+) -> CausalLMOutput | Seq2SeqLMOutput | tuple[object, ...]:
     """Return logits of every position, (B, T, V), and the cache with these positions after its own.
 
     `input_ids` (B, T) or `inputs_embeds` (B, T, E) come after the S positions of
@@ -99,7 +105,7 @@ def forward(
     `adapters` name the adapters of all rows or of each, `steer` has vectors that are added after
     layers, as there.
     Differentiable after `requires_grad_`, and in adapters that learn. Returns a
-    `CausalLMOutput`, or with `return_dict=False` a tuple.
+    `CausalLMOutput`, with an encoder a `Seq2SeqLMOutput`, or with `return_dict=False` a tuple.
     """
     own = input_ids, attention_mask, position_ids, inputs_embeds, labels
     require_loss_settings(
@@ -115,7 +121,7 @@ def forward(
     kept = kept_positions(logits_to_keep, given)
     cache = cache_of_forward(model, given, past_key_values, use_cache)
     require_next(cache_position, cache, given)
-    heard = listener(output_hidden_states, output_attentions)
+    listening = listener(output_hidden_states, output_attentions)
     mixes = read_adapters(adapter_names, adapters, model.adapters)
     rows, length = (1, 0) if given is None else given.shape[:2]
     core = model.adapted_core(adapters_of(mixes, rows), length)
@@ -125,6 +131,11 @@ def forward(
     read = input_ids, position_ids, inputs_embeds
     seen = see_inputs(model, *read, attention_mask, cache, prompt_inputs, core.network.embed)
     whole = None if labels is None else require_labels(labels, given, kept, model.vocab_size)
+    parts = decoder_input_ids, decoder_inputs_embeds, decoder_attention_mask, encoded
+    core.require_parts(seen.positions, *parts, input_features)
+    if model.is_encoder_decoder and encoded is None and not holds_across(cache):
+        source = seen.ids, attention_mask, seen.embeds, input_features
+        encoded = core.read_source(*source, listening.encoder)
     states = core.forward(
         seen.ids,
         attention_mask,
@@ -136,8 +147,7 @@ def forward(
         kept=kept,
         decoder_attention_mask=decoder_attention_mask,
         encoder_states=encoded,
-        heard=heard,
-        sounds=input_features,
+        heard=listening.decoder,
         declared=seen.declared,
         bare=True,
     )
@@ -146,20 +156,69 @@ def forward(
         network = core.network.at(kept_places(states if given is None else given, kept))
         logits = network.logits(states.flatten(0, 1)).view(*states.shape[:2], -1)
     if whole is not None:
-        predicted = _predicted(core.network, states, whole.to(states.device))
-        found = label_losses(*predicted, model.vocab_size, smooths=label_smoothing > 0)
-        items = found.count if num_items_in_batch is None else num_items_in_batch
-        loss = found.smoothed(label_smoothing) / items
+        settings = num_items_in_batch, label_smoothing, output_logprobs
+        loss, logprobs = _losses(core.network, states, whole, *settings)
         _require_learning(model, loss)
-        if output_logprobs:
-            each = label_logprobs(*predicted, model.vocab_size).view(len(whole), -1)
-            # Nothing stands before the first label of a decoder.
-            logprobs = F.pad(each, (whole.shape[1] - each.shape[1], 0))
-    result = CausalLMOutput(loss, logits, cache, logprobs=logprobs)
-    if heard is not None:
-        result.hidden_states = tuple(heard.layers) if output_hidden_states else None
-        result.attentions = tuple(heard.attentions) if output_attentions else None
+    result = listening.output(model, loss, logits, cache, encoded)
+    result.logprobs = logprobs
     return result.to_tuple() if return_dict is False else result
+
+
+@dataclass(frozen=True)
+class Listening:
+    """The layers and attentions that a call asks for, and where its stacks put them; None where
+    nothing is asked of a stack."""
+
+    layers: bool
+    attentions: bool
+    encoder: Heard | None
+    decoder: Heard | None
+
+    def output(
+        self,
+        model: OwnSubject,
+        loss: Tensor | None,
+        logits: Tensor | None,
+        cache: Cache | None,
+        encoded: Tensor | None,
+    ) -> CausalLMOutput | Seq2SeqLMOutput:
+        """Return the output of a model's kind, with what its stacks showed."""
+        layers, weights, across = self._shown(self.decoder)
+        if not model.is_encoder_decoder:
+            return CausalLMOutput(loss, logits, cache, layers, weights)
+        result = Seq2SeqLMOutput(loss, logits, cache, layers, weights, across, encoded)
+        result.encoder_hidden_states, result.encoder_attentions, _ = self._shown(self.encoder)
+        return result
+
+    def _shown(self, heard: Heard | None) -> tuple[Layers | None, Layers | None, Layers | None]:
+        """Return what a stack showed, None for nothing: of its layers, of their attentions, and of
+        those over encoder states."""
+        if heard is None:
+            return None, None, None
+        weights, across = (tuple(one) or None for one in (heard.attentions, heard.across))
+        layers = tuple(heard.layers) or None if self.layers else None
+        return (layers, weights, across) if self.attentions else (layers, None, None)
+
+
+def _losses(
+    network: Network,
+    states: Tensor,
+    labels: Tensor,
+    items: int | Tensor | None,
+    smoothing: float,
+    each_one: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the loss of states (B, T, E) with labels (B, T), over so many items unless over all,
+    and the log-probability of each label, (B, T), if asked."""
+    predicted = _predicted(network, states, labels.to(states.device))
+    size = network.spec.vocab_size
+    found = label_losses(*predicted, size, smooths=smoothing > 0)
+    loss = found.smoothed(smoothing) / (found.count if items is None else items)
+    if not each_one:
+        return loss, None
+    each = label_logprobs(*predicted, size).view(len(labels), -1)
+    # Nothing stands before the first label of a decoder.
+    return loss, F.pad(each, (labels.shape[1] - each.shape[1], 0))
 
 
 def _require_learning(model: OwnSubject, loss: Tensor) -> None:
@@ -310,11 +369,13 @@ def states_in_place(given: object, *read: Tensor | None) -> Tensor | None:
     return encoder_states(given)
 
 
-def listener(layers: object, attentions: object) -> Heard | None:
-    """Return a `Heard` for layers or attentions, None where neither is asked for."""
+def listener(layers: object, attentions: object) -> Listening:
+    """Return where a call's stacks put what is asked for; RequestError where a flag is none."""
     for name, flag in (("output_hidden_states", layers), ("output_attentions", attentions)):
         require(flag is None or isinstance(flag, bool), name, "True, False or None", flag)
-    return Heard() if layers or attentions else None
+    asked = bool(layers or attentions)
+    places = (Heard(), Heard()) if asked else (None, None)
+    return Listening(bool(layers), bool(attentions), *places)
 
 
 def cache_of_forward(

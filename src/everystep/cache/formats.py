@@ -99,7 +99,10 @@ class Quantization:
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
             raise RequestError(
-                "a cache is quantised to 8 or 4 bits", wanted="nbits=8 or 4", got=self.bits
+                "a cache is quantised to 8 or 4 bits",
+                wanted="nbits=8 or 4",
+                got=self.bits,
+                do="Set nbits to 4",
             )
         for name, value, least in (
             ("q_group_size", self.group, 2),

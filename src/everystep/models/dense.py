@@ -80,7 +80,12 @@ class DenseContext:
         if self._across is None:
             raise InvariantError("there are no encoder states to look at")
         k, v = self._across[layer]
-        return look(q.view(*self._shape, *q.shape[1:]), k, v, rule, self._across_view)
+        q, view = q.view(*self._shape, *q.shape[1:]), self._across_view
+        if self._heard is None:
+            return look(q, k, v, rule, view)
+        out, weights = look_and_weigh(q, k, v, rule, view)
+        self._heard.across.append(weights)
+        return out
 
     def feeds(self) -> Ragged:
         """Return the rectangle as a recurrent layer reads it, without padding."""
@@ -167,14 +172,17 @@ def dense_states(
 ) -> Tensor:
     """Return (B, n, E) normalised states of positions `kept`; see `Model.forward`.
 
-    `decoded`: the ids (B, T), or embeddings (B, T, E), of a decoder beside an encoder.
+    `decoded`: the ids (B, T), or embeddings (B, T, E), of a decoder beside an encoder, whose states
+    (B, S, E) are given unless the cache holds their keys and values.
     """
     start = 0 if cache is None else int(cache.get_seq_length())
     across, across_seen = None, None
     if decoded is not None:
         across, mask = _held_across(cache), attention_mask
         if across is None:
-            across, across_seen = _encoded(network, ids, mask, inputs_embeds, encoder_states)
+            if encoder_states is None:
+                raise InvariantError("there are no encoder states to look at")
+            across, across_seen = _looked_at(network, encoder_states, mask)
             _keep_across(cache, across)
         else:
             keys, _ = across[0]
@@ -227,30 +235,45 @@ def _packed(position_ids: Tensor, batch: int, device: torch.device) -> Tensor | 
     return numbers.expand(batch, numbers.shape[-1]).to(device)
 
 
-def _encoded(
+def encoded_states(
     network: Network,
     ids: Tensor | None,
     attention_mask: Tensor | None,
     inputs_embeds: Tensor | None,
-    encoder_states: Tensor | None,
-) -> tuple[Across, Tensor | None]:
-    """Return keys and values of encoder states, given or new, and which of those are real."""
-    hidden = encoder_states
-    if hidden is None:
-        hidden = _hidden(network, ids, inputs_embeds, source=True)
+    heard: Heard | None = None,
+) -> Tensor:
+    """Return encoder states (B, S, E) of what an encoder reads; `heard` gets what its layers
+    show."""
+    hidden = _hidden(network, ids, inputs_embeds, source=True)
+    return network.encode(hidden, _seen_states(network, hidden, attention_mask), heard)
+
+
+def _seen_states(network: Network, hidden: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+    """Return which of an encoder's positions (B, S, E) are real, None where all are."""
     require_within(hidden.shape[1], network.most_source_positions, "the encoder")
     seen = _seen(hidden.shape[:2], attention_mask, hidden.device)
-    if seen is not None:  # a row of padding alone would divide by zero: it is read whole
-        seen = seen | ~seen.any(dim=1, keepdim=True)
-    states = network.encode(hidden, seen) if encoder_states is None else hidden
+    # A row of padding alone would divide by zero: it is read whole.
+    return None if seen is None else seen | ~seen.any(dim=1, keepdim=True)
+
+
+def _looked_at(
+    network: Network, states: Tensor, attention_mask: Tensor | None
+) -> tuple[Across, Tensor | None]:
+    """Return keys and values of encoder states (B, S, E), and which of them are real."""
+    seen = _seen_states(network, states, attention_mask)
     # (L, 2, K, B * S, D) -> (L, 2, B, K, S, D)
     both = network.across(states.flatten(0, 1)).unflatten(3, states.shape[:2]).transpose(2, 3)  # type: ignore[no-untyped-call]
     return [(keys, values) for keys, values in both], seen
 
 
+def holds_across(cache: Cache | None) -> bool:
+    """Return whether a cache holds keys and values of encoder states."""
+    return isinstance(cache, EncoderDecoderCache) and any(cache.is_updated.values())
+
+
 def _held_across(cache: Cache | None) -> Across | None:
-    """Return keys and values of encoder states that a cache holds already."""
-    if not isinstance(cache, EncoderDecoderCache) or not any(cache.is_updated.values()):
+    """Return keys and values of encoder states where a cache holds them."""
+    if not isinstance(cache, EncoderDecoderCache) or not holds_across(cache):
         return None
     return [layer.whole() for layer in cache.cross_attention_cache.layers]
 

@@ -18,7 +18,7 @@ from everystep.cache.containers import Cache
 from everystep.errors import RequestError, UnsupportedError
 from everystep.models.config import ModelConfig
 from everystep.models.decoder import Decoder
-from everystep.models.dense import dense_states, embedded
+from everystep.models.dense import dense_states, embedded, encoded_states, holds_across
 from everystep.models.encoders import PromptEncoder
 from everystep.models.vision.tower import VisionTower
 from everystep.nn.modes import inference_mode, outside_autocast
@@ -179,34 +179,22 @@ class Model:
         channels, frames) are what one reads that listens. Where there is neither mask nor cache,
         positions that do not go on by one begin another sequence in the same row, which sees
         nothing of the one before. `kept`: the positions whose logits are given. `heard` gets what
-        the layers show, (B, T, E) and (B, H, T, S) each, those of the decoder. `declared`: values
-        of inputs that the network declares, for places among the B * T positions. `bare`: what the
-        head would read is returned in place of logits, normalised, (B, T, E). Differentiable where
-        the weights are plain; raise UnsupportedError where a gradient would have to pass through
-        packed ones.
+        the layers of the decoder show. `declared`: values of inputs that the network declares, for
+        places among the B * T positions. `bare`: what the head would read is returned in place of
+        logits, normalised, (B, T, E). Differentiable where the weights are plain; raise
+        UnsupportedError where a gradient would have to pass through packed ones.
         """
-        decoded = decoder_input_ids
-        if decoder_inputs_embeds is not None:
-            if decoder_input_ids is not None or not self.network.encodes:
-                what = "decoder_inputs_embeds stand for decoder_input_ids beside an encoder"
-                wanted = "one of the two" if self.network.encodes else "neither, without an encoder"
-                raise RequestError(what, wanted=wanted, do="Leave decoder_inputs_embeds out")
-            decoded = decoder_inputs_embeds
-        if self.network.encodes != (decoded is not None):
-            if self.network.encodes:
-                what = "a model with an encoder needs what its decoder reads"
-                do = "Pass decoder_input_ids, which begin with the start token, or labels"
-                raise RequestError(what, wanted="decoder_input_ids", got="none", do=do)
-            what = "decoder_input_ids belong to models with an encoder, and this one has none"
-            raise RequestError(what, wanted="none", do="Pass them as input_ids")
-        if position_ids is not None and not self.has_positions:
-            do = "Leave them out"
-            raise UnsupportedError("this model knows no position_ids", do=do)
-        if not self.network.encodes and not (decoder_attention_mask is encoder_states is None):
-            what = "decoder_attention_mask and encoder_outputs belong to models with an encoder"
-            raise RequestError(what, do="Leave them out")
-        if sounds is not None:
-            inputs_embeds = self._listened(sounds)
+        decoded = self.require_parts(
+            position_ids,
+            decoder_input_ids,
+            decoder_inputs_embeds,
+            decoder_attention_mask,
+            encoder_states,
+            sounds,
+        )
+        elsewhere = not self.network.encodes or holds_across(cache)
+        if encoder_states is None and not elsewhere:
+            encoder_states = self.read_source(ids, attention_mask, inputs_embeds, sounds)
         states = dense_states(
             self.network,
             ids,
@@ -228,6 +216,55 @@ class Model:
         if decoded is None and read is not None:
             network = network.at(kept_places(read, kept))
         return network.logits(states.flatten(0, 1)).view(*states.shape[:2], -1)
+
+    def require_parts(
+        self,
+        position_ids: Tensor | None,
+        decoder_input_ids: Tensor | None,
+        decoder_inputs_embeds: Tensor | None,
+        decoder_attention_mask: Tensor | None,
+        encoder_states: Tensor | None,
+        sounds: Tensor | None,
+    ) -> Tensor | None:
+        """Refuse inputs of `forward` that a model of this kind does not read, or lacks; return what
+        a decoder beside an encoder reads."""
+        decoded = decoder_input_ids
+        if decoder_inputs_embeds is not None:
+            if decoder_input_ids is not None or not self.network.encodes:
+                what = "decoder_inputs_embeds stand for decoder_input_ids beside an encoder"
+                wanted = "one of the two" if self.network.encodes else "neither, without an encoder"
+                raise RequestError(what, wanted=wanted, do="Leave decoder_inputs_embeds out")
+            decoded = decoder_inputs_embeds
+        if self.network.encodes != (decoded is not None):
+            if self.network.encodes:
+                what = "a model with an encoder needs what its decoder reads"
+                do = "Pass decoder_input_ids, which begin with the start token, or labels"
+                raise RequestError(what, wanted="decoder_input_ids", got="none", do=do)
+            what = "decoder_input_ids belong to models with an encoder, and this one has none"
+            raise RequestError(what, wanted="none", do="Pass them as input_ids")
+        if position_ids is not None and not self.has_positions:
+            do = "Leave them out"
+            raise UnsupportedError("this model knows no position_ids", do=do)
+        if not self.network.encodes and not (decoder_attention_mask is encoder_states is None):
+            what = "decoder_attention_mask and encoder_outputs belong to models with an encoder"
+            raise RequestError(what, do="Leave them out")
+        if sounds is not None:
+            self._require_listener()
+        return decoded
+
+    def read_source(
+        self,
+        ids: Tensor | None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        sounds: Tensor | None = None,
+        heard: Heard | None = None,
+    ) -> Tensor:
+        """Return encoder states (B, S, E) of what `forward` gives an encoder to read, which may
+        stand in its place there; `heard` gets what the encoder's layers show."""
+        if sounds is not None:
+            inputs_embeds = self._listened(sounds)
+        return encoded_states(self.network, ids, attention_mask, inputs_embeds, heard)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return (..., E): what ids (...,) are to the encoder, or to a decoder that stands alone.
@@ -265,7 +302,11 @@ class Model:
 
         Raise RequestError for sounds of another size.
         """
+        self._require_listener()
+        self.sources({str(self.source): sounds})
+        return self.network.listen(sounds.to(self.device, self.dtype))
+
+    def _require_listener(self) -> None:
+        """Refuse sounds where an encoder reads none, or there is none."""
         if self.source is None:
             raise RequestError("this model reads ids and no sounds", do="Pass input_ids")
-        self.sources({self.source: sounds})
-        return self.network.listen(sounds.to(self.device, self.dtype))

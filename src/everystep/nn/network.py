@@ -126,14 +126,15 @@ class StepInputs:
 
 @dataclass(slots=True, eq=False)
 class Heard:
-    """The results of an encoder on the way.
+    """The results of a stack of layers on the way.
 
-    `layers`: (B, S, E) each, the embeddings first and the normalised states last. `attentions`: (B,
-    H, S, S) each.
+    `layers`: (B, T, E) each, the embeddings first and the normalised states last. `attentions`: (B,
+    H, T, T) each, and `across` (B, H, T, S) each of a decoder that looks at encoder states.
     """
 
     layers: list[Tensor] = field(default_factory=list)
     attentions: list[Tensor] = field(default_factory=list)
+    across: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

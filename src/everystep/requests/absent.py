@@ -267,9 +267,10 @@ def _is_at_hand(logits_to_keep: object) -> bool:
 
 
 def refuse_fields(effective: Effective) -> None:
-    """Raise UnsupportedError if the caller set a field that is never acted upon."""
+    """Raise UnsupportedError if a field that is never acted upon asks for something."""
     for name, (why, do) in REFUSED_FIELDS.items():
-        if name in effective.caller and effective[name] != FIELDS[name].default:
+        nothing = effective[name] is False or effective[name] == FIELDS[name].default
+        if name in effective.caller and not nothing:
             what = f"{name} is not read: {why}"
             raise UnsupportedError(what, got=shown(effective[name]), do=do)
 

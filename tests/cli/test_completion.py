@@ -25,7 +25,7 @@ TREE = typer.main.get_command(app)
     ("line", "found"),
     [
         ("ge", ["generate"]),
-        ("models ", ["list", "remove"]),
+        ("models ", ["known", "list", "remove"]),
         ("--offline mod", ["models"]),
         ("completion ", ["bash", "fish", "zsh"]),
         ("generate --do", ["--do-sample"]),

@@ -369,6 +369,7 @@ def test_without_a_terminal_each_stage_of_a_fetch_is_one_line(stage: Stage, call
     stage.fetches = tuple((i, total, what) for what in ("downloading", "verifying") for i in (0, 9))
     outcome = call("generate", "a")
     assert outcome.err.splitlines() == [
+        f"everystep: {DEFAULT_MODEL} is licensed under Apache-2.0",
         f"everystep: downloading {DEFAULT_MODEL} (98 MB)",
         f"everystep: verifying {DEFAULT_MODEL} (98 MB)",
     ]

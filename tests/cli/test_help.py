@@ -38,7 +38,12 @@ COMMANDS = (
     ),
     *("perplexity", "verify", "completion"),
 )
-GROUPED = ("models list", "models remove", *(f"completion {shell}" for shell in SCRIPTS))
+GROUPED = (
+    "models known",
+    "models list",
+    "models remove",
+    *(f"completion {shell}" for shell in SCRIPTS),
+)
 
 
 def test_the_version_is_shown(call: Caller) -> None:

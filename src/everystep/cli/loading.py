@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import everystep as es
 from everystep.cli.terminal import harmless, is_terminal, note
-from everystep.files.sources import resolve_source
+from everystep.files.sources import known_licence, resolve_source
 
 if TYPE_CHECKING:  # imported where they are drawn: a program at the other end sees none of them
     from rich.progress import Progress, TaskID
@@ -42,10 +42,13 @@ class Watched:
         return self
 
     def __call__(self, done: int, total: int, what: str) -> None:
-        """Show how far a stage of a fetch has come."""
+        """Show how far a stage of a fetch has come, and first what the model is licensed under."""
+        begins, self._stage = what != self._stage, what
+        licence = known_licence(self._name) if begins and what == "downloading" else None
+        if licence is not None:
+            note(f"{self._name} is licensed under {licence}")
         if self._shown is None:
-            if what != self._stage:
-                self._stage = what
+            if begins:
                 note(f"{what} {self._name} ({total / 1e6:.0f} MB)")
             return
         if self._bar is None:

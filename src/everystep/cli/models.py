@@ -19,7 +19,12 @@ from everystep.cli.command_options import Offline
 from everystep.cli.loading import Watched, fetch
 from everystep.cli.terminal import is_terminal, note, write_line, write_report, write_table
 from everystep.cli.user_input import read_text
-from everystep.files.sources import DEFAULT_MODEL, cached_models, remove_model
+from everystep.files.sources import (
+    DEFAULT_MODEL,
+    KNOWN_MODELS,
+    cached_models,
+    remove_model,
+)
 
 models = typer.Typer(help="List or remove the models in the cache folder.")
 
@@ -60,6 +65,33 @@ def list_models(as_json: AsJson = False) -> None:
     size = filesize.decimal if is_terminal(sys.stdout) else str
     rows = [(one.name, size(one.bytes), str(one.path)) for one in found]
     write_table(("name", "size", "path"), rows)
+
+
+@models.command("known")
+def list_known(as_json: AsJson = False) -> None:
+    """List the models that have a name here, with their sizes and licences, also those that are not
+    in the cache folder."""
+    here = {one.name for one in cached_models()}
+    if as_json:
+        write_report(
+            [
+                {
+                    "name": name,
+                    "bytes": one.nbytes,
+                    "sha256": one.sha256,
+                    "licence": one.licence,
+                    "cached": name in here,
+                }
+                for name, one in KNOWN_MODELS.items()
+            ]
+        )
+        return
+    size = filesize.decimal if is_terminal(sys.stdout) else str
+    rows = [
+        (name, size(one.nbytes), "yes" if name in here else "no", one.licence)
+        for name, one in KNOWN_MODELS.items()
+    ]
+    write_table(("name", "size", "cached", "licence"), rows)
 
 
 @models.command("remove")

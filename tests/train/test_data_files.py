@@ -6,11 +6,13 @@ import itertools
 import json
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
+import torch
 
 import everystep as es
 from everystep.errors import (
@@ -21,6 +23,7 @@ from everystep.errors import (
     RequestError,
     UnsupportedError,
 )
+from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 
 TWO = [{"text": "One."}, {"text": "Zwei, é, 二."}]
@@ -147,13 +150,47 @@ def test_parquet_is_what_pyarrow_wrote(tmp_path: Path) -> None:
         es.read_examples(path)
 
 
-def test_a_data_set_of_the_library_is_read_by_number() -> None:
-    datasets = pytest.importorskip("datasets", reason="the library datasets is not installed")
-    data = datasets.Dataset.from_list([{"prompt": "1, 2,", "completion": " 3"}] * 3)
-    rows = es.read_rows(data, None, tiny_tokenizer())
-    assert len(rows) == 3 and not rows.fixed
-    wanted = es.read_rows([data[1]], None, tiny_tokenizer())[0]["input_ids"]
-    assert rows[1]["input_ids"].tolist() == wanted.tolist()
+PAIRS = [{"prompt": f"{n}, {n + 1},", "completion": f" {n + 2}"} for n in range(5)]
+LIBRARY: dict[str, Callable[[], Any]] = {
+    "a table": lambda: datasets.Dataset.from_list(PAIRS),
+    "a table of columns more": lambda: datasets.Dataset.from_list(
+        [{**one, "from": None} for one in PAIRS]
+    ),
+    "a stream": lambda: datasets.Dataset.from_list(PAIRS).to_iterable_dataset(),
+    "a selection": lambda: datasets.Dataset.from_list([*PAIRS, *PAIRS]).select(range(5, 10)),
+}
+
+
+@pytest.mark.parametrize("form", LIBRARY)
+def test_data_of_the_library_datasets_are_what_a_list_is(form: str) -> None:
+    rows = es.read_rows(LIBRARY[form](), None, tiny_tokenizer())
+    wanted = es.read_rows(PAIRS, None, tiny_tokenizer())
+    assert len(rows) == 5
+    for own, other in zip(rows, wanted, strict=True):
+        assert own.keys() == other.keys()
+        assert all(torch.equal(own[name], other[name]) for name in own)
+
+
+def test_a_table_that_was_tokenised_elsewhere_trains_as_a_list_does(tmp_path: Path) -> None:
+    listed = [{"input_ids": [5, 6 + n, 2], "labels": [-100, 6 + n, 2]} for n in range(6)]
+    table = datasets.Dataset.from_list(listed).with_format("torch")
+
+    def losses(data: Any, folder: str) -> list[float]:
+        args = es.TrainingArguments(
+            output_dir=tmp_path / folder, max_steps=4, logging_steps=1, disable_tqdm=True
+        )
+        model = tiny_llama(vocab_size=97, dtype=torch.float32)
+        run = es.Trainer(model, args, train_dataset=data)
+        run.train()
+        return [one["loss"] for one in run.state.log_history if "loss" in one]
+
+    assert losses(table, "table") == losses(listed, "list")
+
+
+def test_several_data_sets_at_once_are_refused() -> None:
+    both = datasets.DatasetDict(train=datasets.Dataset.from_list(PAIRS))
+    with pytest.raises(RequestError, match=r"several data sets.* Pass data\['train'\]"):
+        es.read_rows(both, None, tiny_tokenizer())
 
 
 def test_a_parquet_file_is_asked_of_pyarrow_once(

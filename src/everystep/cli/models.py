@@ -19,12 +19,7 @@ from everystep.cli.command_options import Offline
 from everystep.cli.loading import Watched, fetch
 from everystep.cli.terminal import is_terminal, note, write_line, write_report, write_table
 from everystep.cli.user_input import read_text
-from everystep.files.sources import (
-    DEFAULT_MODEL,
-    KNOWN_MODELS,
-    cached_models,
-    remove_model,
-)
+from everystep.files.sources import DEFAULT_MODEL, KNOWN_MODELS, cached_models, remove_model
 
 models = typer.Typer(help="List or remove the models in the cache folder.")
 

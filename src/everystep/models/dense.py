@@ -179,14 +179,12 @@ def dense_states(
     across, across_seen = None, None
     if decoded is not None:
         across, mask = _held_across(cache), attention_mask
-        if across is None:
-            if encoder_states is None:
-                raise InvariantError("there are no encoder states to look at")
-            across, across_seen = _looked_at(network, encoder_states, mask)
-            _keep_across(cache, across)
-        else:
+        if across is not None:
             keys, _ = across[0]
             across_seen = _seen((keys.shape[0], keys.shape[2]), mask, keys.device)
+        elif encoder_states is not None:
+            across, across_seen = _looked_at(network, encoder_states, mask)
+            _keep_across(cache, across)
         if decoded.dim() == 3:
             hidden = decoded.to(network.device, network.dtype)
         else:

@@ -11,12 +11,14 @@ import pytest
 from torch import Tensor
 
 from everystep import errors
+from everystep.draws import SeededDraws
 from everystep.engine import Continuous, Engine, Lockstep
 from everystep.strategies import Greedy, Sample
 from everystep.testing.hash_model import HashExecutor
 from everystep.types import (
     Children,
     Draft,
+    Prompt,
     Request,
     Rows,
     StepOutput,
@@ -198,3 +200,18 @@ def alone(request: Request, mix: Mix) -> Drive:
     executor = Picky(mix.vocab_size)
     executor.refused = mix.vocab_size - 1
     return run_with([request], Engine(executor, Continuous(token_budget=64, max_rows=64)))
+
+
+def test_all_that_break_forwards_are_found_though_two_share_each_in_turns() -> None:
+    """A step has room for the first prompt or for two of the others; after a forward that failed,
+    the scheduler lets the other two in."""
+    executor = Picky(12)
+    executor.refused = 9
+    run = Drive(Engine(executor, Continuous(token_budget=8, max_rows=5)))
+    for at, length in enumerate((8, 4, 4, 4, 4)):
+        prompt = Prompt(np.array([at, *[9] * (length - 1)]))
+        run.submit(Request(f"request {at}", prompt, Greedy(), SeededDraws(at)))
+    run.finish()
+    assert all(isinstance(group.error, RuntimeError) for group in run.groups.values())
+    assert run.engine.counts.forwards == 7  # the first, two of two requests, then each alone
+    assert executor.audit() == {}

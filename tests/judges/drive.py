@@ -1,7 +1,7 @@
 """Runs mixes on engines, under any scheduler, and gathers what came out.
 
-A run that does not end, an event that contradicts the result and a row that outlives its request
-are errors here.
+A run that does not end, a request that fails, an event that contradicts the result and a row that
+outlives its request are errors here.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Drive:
         self.groups[request.request_id] = self.engine.submit(request)
 
     def step(self) -> None:
-        if self.engine.counts.steps >= MOST_STEPS:
-            raise InvariantError("the run does not end", got=f"{MOST_STEPS} steps")
+        if self.engine.counts.forwards >= MOST_STEPS:
+            raise InvariantError("the run does not end", got=f"{MOST_STEPS} forwards")
         self.events += self.engine.step()
 
     def cancel(self, request: Request) -> None:
@@ -58,6 +58,13 @@ class Drive:
         audit(self.engine)
         for group in self.groups.values():
             _check_events(group, self.events)
+        return self
+
+    def unbroken(self) -> Drive:
+        """All requests are over, and none of them has failed."""
+        for group in self.finish().groups.values():
+            if group.error is not None:
+                raise group.error
         return self
 
     @property
@@ -86,7 +93,7 @@ def run_together(
     run = Drive(Engine(executor, Lockstep(chunk)))
     for request in requests:
         run.submit(request)
-    return run.finish()
+    return run.unbroken()
 
 
 def run_scheduled(
@@ -111,7 +118,7 @@ def run_scheduled(
         if schedule.audits:
             audit(run.engine)
         step += 1
-    return run.finish()
+    return run.unbroken()
 
 
 def _happenings(run: Drive, requests: tuple[Request, ...], schedule: Schedule, step: int) -> None:

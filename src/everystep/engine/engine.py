@@ -321,6 +321,8 @@ class Engine:
         """The grants whose sequences have lines; only one while the group that broke a forward is
         sought."""
         if self._suspects:
+            groups = self.scheduler.groups
+            self._suspects = [one for one in self._suspects if one in groups]
             grants = [one for one in grants if one.group in self._suspects][:1] or grants
         for group, _, shares in grants:
             hidden = group.request.strategy.reads.hidden
@@ -353,7 +355,8 @@ class Engine:
             self.recover()
             self._broken = True
             if len(groups) > 1:
-                self._suspects = groups
+                # Those of an earlier forward stay: the scheduler may not have let them in since.
+                self._suspects = [*self._suspects, *groups]
             else:
                 self._suspects = [one for one in self._suspects if one not in groups]
                 self._end(failed(groups, error, self.table, self.ledger))

@@ -102,7 +102,7 @@ def made(model: Model, kind: str) -> Adapter:
             rows, width = _shape(model, role)
             cuts = [0, rows // 3 + 1, rows // 2 + 3, rows]
             found = [
-                _change(kind, start, stop - start, width, generator)
+                _change(kind, start, stop - start, width, generator, model.dtype)
                 for start, stop in pairwise(cuts)
             ]
             targets[f"layers.{index}.{role}"] = tuple(found[1:] if kind == "b" else found)
@@ -122,9 +122,11 @@ def _shape(model: Model, role: str) -> tuple[int, int]:
     }[role]
 
 
-def _change(kind: str, start: int, rows: int, width: int, generator: Any) -> AdapterChange:
+def _change(
+    kind: str, start: int, rows: int, width: int, generator: Any, dtype: torch.dtype
+) -> AdapterChange:
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator) * 0.2
+        return (torch.randn(*shape, generator=generator) * 0.2).to(dtype)
 
     if kind == "dense":
         return Dense(drawn(rows, width) * 0.3, start)
@@ -134,7 +136,7 @@ def _change(kind: str, start: int, rows: int, width: int, generator: Any) -> Ada
         own = next(one for one in (5, 4, 3, 2, 1) if rows % one == 0)
         return Kronecker(drawn(rows // own, width // 4), drawn(own, 4) * 0.5, start)
     if kind == "turned":
-        return Rotation(torch.eye(4) + drawn(width // 4, 4, 4) * 0.5, rows, start)
+        return Rotation(torch.eye(4, dtype=dtype) + drawn(width // 4, 4, 4) * 0.5, rows, start)
     if kind == "read":
         return InputScaling(1 + drawn(width), rows, start)
     rank = {"a": 3, "b": 21}.get(kind, 5)

@@ -7,11 +7,13 @@
 They take hours, so they are shared out over days: the newest run of each folder, or of its files
 one by one, is a row of tests/exhaustive.json. A row is about a commit, so nothing runs where the
 sources differ from the last one; and it names the packages that its tests had loaded, so that what
-else changes since does not count.
+else changes since does not count. Of files of tests only those count that a part's own import or
+name.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -26,7 +28,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.loaded import ALL, place_of
-from tests.reading import ROOT
+from tests.reading import ROOT, nodes, sources
 
 RECORD = ROOT / "tests/exhaustive.json"
 WATCHED = ("src", "tests", "pyproject.toml", ":(exclude)tests/exhaustive.json")
@@ -45,8 +47,8 @@ class Run:
     seconds: int
     loaded: str = ""
 
-    def depends_on(self, file: str) -> bool:
-        """Return whether a changed file may change how it ends."""
+    def had_loaded(self, file: str) -> bool:
+        """Return whether its tests may have loaded a file."""
         place = place_of(file)
         return not self.loaded or place is None or place in self.loaded.split()
 
@@ -139,9 +141,57 @@ def changed_since(commit: str) -> list[str] | None:
     return names + new
 
 
-def since(one: Run, changed: Iterable[str] | None) -> int | None:
-    """Return how many of the files that have changed since a run may change how it ends."""
-    return None if changed is None else sum(map(one.depends_on, changed))
+def since(part: str, one: Run, changed: Iterable[str] | None) -> int | None:
+    """Return how many of the files that have changed since the run of a part may change how it
+    ends."""
+    if changed is None:
+        return None
+    return sum(one.had_loaded(file) and not is_of_others(file, part) for file in changed)
+
+
+# --- files of tests that a part does not read -----------------------------------------------------
+
+_DOTTED = re.compile(r"\btests(?:\.\w+)+")
+_FILE = re.compile(r"\b[\w/]+\.py\b")
+
+
+def is_of_others(file: str, part: str) -> bool:
+    """Return whether a file of tests that stands there is neither one of a part nor read by one."""
+    if not (file.startswith("tests/") and file.endswith(".py") and (ROOT / file).is_file()):
+        return False
+    return file.removeprefix("tests/") not in read_by(part)
+
+
+@cache
+def read_by(part: str) -> frozenset[str]:
+    """Return the files below tests/ that those of a part import or name, and those that these do:
+    a program that a test starts is named by it."""
+    found, waiting = set[str](), [name for name in files() if part in (name, folder_of(name))]
+    while waiting:
+        if (name := waiting.pop()) not in found:
+            found.add(name)
+            waiting += named_in(name)
+    return frozenset(found)
+
+
+@cache
+def named_in(file: str) -> frozenset[str]:
+    """Return the files below tests/ that one of these imports or names, and its conftest.py's."""
+    texts, names, beside = sources("tests"), set[str](), set[str]()
+    for node in nodes(texts[file]):
+        if isinstance(node, ast.Import):
+            names |= {one.name for one in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names |= {node.module, *(f"{node.module}.{one.name}" for one in node.names)}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names |= {*_DOTTED.findall(node.value)}
+            beside |= {*_FILE.findall(node.value)}
+    places = {name.replace(".", "/").removeprefix("tests/") for name in names}
+    found = {f"{place}.py" for place in places} | {f"{place}/__init__.py" for place in places}
+    found |= {one.removeprefix("tests/") for one in beside}
+    found |= {(Path(file).parent / one).as_posix() for one in beside}
+    found |= {(folder / "conftest.py").as_posix() for folder in Path(file).parents}
+    return frozenset(found & texts.keys())
 
 
 def run(part: str) -> Run:
@@ -191,7 +241,7 @@ def main(arguments: Iterable[str]) -> str | None:
     asked = list(arguments)
     runs = read()
     differ = {commit: changed_since(commit) for commit in {one.commit for one in runs.values()}}
-    changed = {name: since(one, differ[one.commit]) for name, one in runs.items()}
+    changed = {name: since(name, one, differ[one.commit]) for name, one in runs.items()}
     if not asked:
         print(shown(runs, changed))
         return None
@@ -201,7 +251,8 @@ def main(arguments: Iterable[str]) -> str | None:
     if unknown := {*wanted} - {*folders(), *files()}:
         return f"exhaustive: no such folder or file of slow tests: {', '.join(sorted(unknown))}"
     for part in wanted:
-        write(kept(read(), part, run(part)))
+        newest = run(part)
+        write(kept(read(), part, newest))  # read now: another run may have kept something since
     return "exhaustive: some failed" if any(read()[one].failed for one in wanted) else None
 
 

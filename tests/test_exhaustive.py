@@ -98,13 +98,29 @@ def test_files_that_differ_from_a_commit_are_named(
 
 def test_what_no_test_of_a_run_had_loaded_does_not_count() -> None:
     one = Run("a", "2026-01-01", 10, 0, 60, "engine tests/laws")
-    near = ["src/everystep/engine/step.py", "src/everystep/errors.py", "tests/laws/mixes.py"]
-    near += ["tests/conftest.py", "pyproject.toml"]
-    far = ["src/everystep/server/ray/fan.py", "tests/server/serving.py"]
-    assert exhaustive.since(one, near) == len(near)
-    assert exhaustive.since(one, near + far) == len(near)
-    assert exhaustive.since(ran("a"), near + far) == len(near + far), "of others nothing is known"
-    assert exhaustive.since(one, None) is None
+    near = ["src/everystep/engine/step.py", "src/everystep/errors.py", "tests/laws/rows.npz"]
+    near += ["tests/conftest.py", "pyproject.toml", "tests/laws/gone.py"]
+    far = ["src/everystep/server/ray/fan.py", "tests/server/pages.json", "tests/server/gone.py"]
+    assert exhaustive.since("laws", one, near) == len(near)
+    assert exhaustive.since("laws", one, near + far) == len(near)
+    every = exhaustive.since("laws", ran("a"), near + far)
+    assert every == len(near + far), "of others nothing is known"
+    assert exhaustive.since("laws", one, None) is None
+
+
+def test_files_of_tests_count_for_those_that_read_them() -> None:
+    def counts(file: str, *parts: str) -> list[int | None]:
+        return [exhaustive.since(part, ran("a"), [f"tests/{file}"]) for part in parts]
+
+    simulation, pairs = "server/test_simulation.py", "server/test_pairs.py"
+    assert counts(simulation, simulation, "server", pairs, "laws") == [1, 1, 0, 0]
+    assert counts("server/simulation.py", simulation, pairs) == [1, 0]
+    drive = counts("judges/drive.py", "laws/test_mixes.py", "laws", "engine", "typing")
+    assert drive == [1, 1, 1, 0], "through others"
+    assert counts("mutations/child.py", "mutations", "laws") == [1, 0], "a program that is started"
+    assert counts("cli/program.py", "cli", "laws") == [1, 0], "which another file starts"
+    assert counts("loaded.py", *exhaustive.folders()) == [1] * len(exhaustive.folders())
+    assert not any(counts("exhaustive.py", *exhaustive.folders()))
 
 
 def test_a_run_of_tests_says_what_it_had_loaded(tmp_path: Path) -> None:

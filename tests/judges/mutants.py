@@ -1,7 +1,8 @@
 """Named defects that the laws must catch: each breaks the product in one place, for a while.
 
 A mutant that survives shows that the laws are too lenient. Every replacement names the attribute
-that it stands in for, so a renamed function is noticed at once.
+that it stands in for, and takes its arguments, so that a function which was renamed or takes more
+is noticed at once: a mutant that fails when it is called would pass for one that is killed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from inspect import signature
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -36,6 +38,7 @@ from everystep.engine import (
 from everystep.engine.ledger import Ledger
 from everystep.engine.prefixes import Prefixes
 from everystep.processors import pipeline
+from everystep.processors.stages import Stages
 from everystep.testing.strict import Row
 from everystep.types import Prompt, Request, Rows, Scores, Sequence
 from everystep.types.draw_places import Places
@@ -61,13 +64,32 @@ def replaced(replacement: Any, *places: Place) -> Iterator[None]:
 
 
 def mutant(name: str, *places: Place, kind: dict[str, Mutant] = MUTANTS) -> Callable[[Any], Any]:
-    """Registers a replacement for the given places under a name."""
+    """Registers a replacement for the given places under a name, if it can be called like them."""
 
     def register(replacement: Any) -> Any:
+        for owner, attribute in places:
+            require_alike(replacement, getattr(owner, attribute))
         kind[name] = partial(replaced, replacement, *places)
         return replacement
 
     return register
+
+
+def require_alike(replacement: Any, replaced: Any) -> None:
+    """Refuses a replacement that does not take every argument of what it replaces."""
+    own = signature(replacement)
+    given: list[Any] = []
+    named: dict[str, Any] = {}
+    for one in signature(replaced).parameters.values():
+        if one.kind is one.KEYWORD_ONLY:
+            named[one.name] = one
+        elif one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD):
+            given.append(one)
+    try:
+        own.bind(*given, **named)
+    except TypeError as error:
+        text = f"{replacement.__qualname__}{own} does not stand in for {replaced.__qualname__}"
+        raise TypeError(f"{text}: {error}") from error
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -160,8 +182,10 @@ def _lineage_is_inherited(lineage: int, position: int, rank: int) -> int:
 
 
 @mutant("normalising after processors", (batches, "apply"))
-def _normalise_late(rows: Rows, scores: Scores, *, owned: bool = False) -> Scores:
-    scores = pipeline.apply(rows, scores)
+def _normalise_late(
+    rows: Rows, scores: Scores, *, owned: bool = False, stages: Stages | None = None
+) -> Scores:
+    scores = pipeline.apply(rows, scores, owned=owned, stages=stages)
     if rows.sequences[0].request.strategy.reads.scores == "log_probs":
         scores = Scores.of(scores.whole().values.log_softmax(dim=-1))
     return scores

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from everystep.engine import batches
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model
-from everystep.types import Verb, Work
+from everystep.types import Rows, Scores, Verb, Work
 from tests.executors.models import family_model
 from tests.judges.laws import Laws
 from tests.judges.mixes import random_mix
-from tests.judges.mutants import MUTANTS, STORE_MUTANTS
+from tests.judges.mutants import MUTANTS, STORE_MUTANTS, Mutant, mutant
 
 MIXES = 125
 
@@ -62,8 +63,8 @@ def test_a_mutant_is_killed(name: str) -> None:
 
 
 def test_a_mutant_is_undone() -> None:
-    for mutant in MUTANTS.values():
-        with mutant():
+    for broken in MUTANTS.values():
+        with broken():
             pass
     assert survives(5)
 
@@ -80,3 +81,15 @@ def test_no_promised_mutant_is_missing() -> None:
         "normalising after processors",
     }
     assert promised <= set(MUTANTS)
+
+
+def test_a_mutant_that_cannot_be_called_is_refused() -> None:
+    """What fails when it is called would pass for a mutant that is killed."""
+    found: dict[str, Mutant] = {}
+    with pytest.raises(TypeError, match="'stages'"):
+
+        @mutant("of an older signature", (batches, "apply"), kind=found)
+        def _without_stages(rows: Rows, scores: Scores, *, owned: bool = False) -> Scores:
+            return scores
+
+    assert not found

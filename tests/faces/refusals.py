@@ -100,8 +100,11 @@ def reasons(face: str, argument: str | None, prompt: str, subject: str = "") -> 
         yield _need("past", "`prefix`")
     if argument == "hooks" and wrapped and encoder:
         yield _need("embeds", "hooks that give embeddings")
+    if argument == "prefix" and prompt == "messages" and not rectangle:
+        yield Reason("is not the beginning of these messages", "`prefix`")
     yield from _of_prompts(argument, prompt, recurrent, encoder)
-    if rectangle and prompt == "sounds" and argument is not None and _draws(argument):
+    transcribes = rectangle and prompt == "sounds" and not wrapped
+    if transcribes and argument is not None and _draws(argument):
         yield Reason("sounds are sampled at a temperature", "`do_sample`")
 
 
@@ -174,6 +177,9 @@ def _of_prompts(
 ) -> Iterator[Reason]:
     if prompt == "holes" and recurrent:
         yield _need("mask", "a mask with holes", "wanted mask, positions")
+    if argument == "output_attentions" and prompt == "holes" and encoder:
+        words = "attentions over a prompt with holes in its mask have no place in the rectangle"
+        yield Reason(words, f"`{argument}`", "switching.md")
     if argument in AMATEUR and not encoder and prompt in (*EMBEDS, "holes"):
         yield Reason("the amateur model reads ids alone", "`amateur_model`")
     if argument == "guidance_scale" and prompt == "embeds":

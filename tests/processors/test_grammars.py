@@ -190,6 +190,21 @@ def test_what_is_remembered_is_what_stands(seed: int) -> None:
             assert found is None or wanted is None or (found == wanted).all()
 
 
+@pytest.mark.parametrize("kept", [2, 64])
+def test_a_place_may_be_asked_for_lengths_in_any_order(
+    kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("everystep.processors.grammars.grammar._KEPT", kept)
+    mask, pick = mask_of("regex", "(ab|c)+"), random.Random(kept)
+    line = np.array(tokenizer().encode("ababcabcc"))
+    place = GrammarPlace(mask.grammar, 0, ENDS)
+    for _ in range(60):
+        length = pick.randint(0, len(line))
+        found = place.mask(line, length)
+        wanted = GrammarPlace(mask.grammar, 0, ENDS).mask(line, length)
+        assert found is not None and wanted is not None and (found == wanted).all()
+
+
 def test_a_copy_is_made_only_where_there_are_two() -> None:
     mask, table = mask_of("regex", "a+b"), TokenTable()
     sequence = a_sequence(table, [2, 2])

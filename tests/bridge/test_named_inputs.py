@@ -244,8 +244,8 @@ def test_generated_tokens_cannot_stand_before_the_end_of_the_prompt(shift: int) 
 class TestImagesWithoutGrids:
     """Rows of a LLaVA, whose pixels have a batch dimension that counts images."""
 
-    @pytest.mark.parametrize("counts", [(1, 1), (2, 1), (0, 2)])
-    def test_they_go_to_the_rows_with_their_places(self, counts: tuple[int, int]) -> None:
+    @pytest.mark.parametrize("counts", [(1, 1), (2, 1), (0, 2), (0, 0, 1)])
+    def test_they_go_to_the_rows_with_their_places(self, counts: tuple[int, ...]) -> None:
         model = llava()
         rows = [[5, *[IMAGE] * (4 * count), 6, 7] for count in counts]
         width = max(map(len, rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,14 @@ from transformers.cache_utils import DynamicCache
 
 import everystep as es
 from everystep.bridge.sheets import Sheet, keep_spare
+from everystep.drivers.rectangle import call_inputs
+from everystep.engine import Continuous, Engine
+from everystep.requests.door import sort
+from everystep.requests.prepare import prepare
+from everystep.requests.reading import read_options
+from everystep.types import Request
 from tests.bridge.families import model_of
+from tests.judges.drive import Drive
 
 WINDOW = 5
 
@@ -92,3 +100,28 @@ def test_rows_beside_those_with_drafts_have_none(guesses: int) -> None:
     for row, ids in enumerate(rows):
         expected = model.generate(torch.tensor([ids]), **given)
         assert out.sequences[row].tolist() == expected[0].tolist()
+
+
+@pytest.mark.parametrize("lengths", [(2, 3), (3, 4), (9, 3), (4, 12)])
+def test_rows_that_began_apart_meet_in_a_window(lengths: tuple[int, int]) -> None:
+    """Each was fed alone, in a cache of its own; what they hold is put together by columns."""
+    model = windowed()
+    rows = [list(range(5 + n, 5 + n + length)) for n, length in enumerate(lengths)]
+    wrapped = es.wrap(model)
+    first, second = (request_of(wrapped, ids) for ids in rows)
+    run = Drive(Engine(wrapped.executor(first.needs), Continuous(64)))
+    run.submit(first)
+    run.step()
+    run.submit(second)
+    run.finish()
+    for one, ids in zip((first, second), rows, strict=True):
+        expected = model.generate(torch.tensor([ids]), max_new_tokens=9, do_sample=False)
+        assert [*ids, *run.results[one.request_id][0].tokens] == expected[0].tolist()
+
+
+def request_of(wrapped: es.WrappedModel, ids: list[int]) -> Request:
+    given = sort("rectangle", wrapped, {"input_ids": torch.tensor([ids]), "max_new_tokens": 9})
+    options = read_options(wrapped, given, given.beside.tokenizer)
+    inputs, _ = call_inputs(wrapped, given, options)
+    (request,) = prepare(wrapped, options, inputs).requests
+    return replace(request, request_id=str(ids))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from everystep.cache.bank import FIRST_FREEZE, LATER_FREEZE, MAX_CHAIN
 from everystep.cache.context import CacheContext
+from everystep.cache.fixed_plan import lay_out
 from everystep.cache.rows import RowCache
 from everystep.errors import InvariantError
 from everystep.nn.network import Cross, Full
@@ -267,3 +270,17 @@ def test_impossible_verbs_are_found(verb: tuple[object, ...]) -> None:
 def test_a_feed_at_the_wrong_place_is_found() -> None:
     with pytest.raises(InvariantError, match="wrong place"):
         CacheContext.of(opened(5).cache, work_of([], [0], [4], [1]))
+
+
+def test_a_sheet_has_the_numbers_of_each_row_in_its_line() -> None:
+    """Of a step that feeds one position to each row; rows are numbered otherwise than lines."""
+    driver = Driver()
+    driver.do(("allocate", 4), ("allocate", 2), ("allocate", 3), feed={4: 3, 2: 5, 3: 1})
+    work = replace(work_of([], [3, 4], [1, 3], [1, 1]), tokens=np.array([70, 90]))
+    shape, sheet = lay_out(driver.cache, work, np.array([11, 13]))
+    at = [driver.cache[row].line for row in (3, 4)]
+    order, tokens, positions, places = sheet[: 4 * shape.lines].reshape(4, shape.lines)
+    assert order[:2].tolist() == at and shape.axes == 1
+    assert tokens[at].tolist() == [70, 90]
+    assert positions[at].tolist() == [1, 3] and places[at].tolist() == [11, 13]
+    assert driver.cache.lengths() == {4: 4, 2: 5, 3: 2}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 
 from everystep.draws import SeededDraws
 from everystep.engine import Continuous, DraftModel, Engine, Lockstep, Turns, audit
+from everystep.engine.watching import WatchedStep
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Beam, Contrastive, Greedy, Sample
 from everystep.testing.hash_model import HashExecutor
@@ -37,6 +38,17 @@ class Clock:
     def __call__(self) -> float:
         self.reads += 1
         return self.now
+
+
+@dataclass
+class Watching:
+    """A watcher that keeps what it is told."""
+
+    stages: bool = False
+    told: list[WatchedStep] = field(default_factory=list)
+
+    def __call__(self, step: WatchedStep) -> None:
+        self.told.append(step)
 
 
 def request(name: str, deadline: float | None = None, **changes: Any) -> Request:
@@ -143,6 +155,21 @@ def test_one_that_is_set_aside_ends_too() -> None:
     clock.now = 101.0
     run.step()
     assert ends(run, "aside") == {"time"} and not run.engine.pending
+
+
+def test_a_watcher_is_told_of_an_end_beside_one_that_nobody_watches() -> None:
+    """No forward has been that it could be told of."""
+    clock, watcher = Clock(), Watching()
+    run = run_of(clock)
+    run.submit(request("watched", deadline=105.0, watcher=watcher))
+    run.submit(request("unwatched", deadline=105.0))
+    run.step()
+    before, clock.now = len(watcher.told), 105.0
+    run.step()
+    assert ends(run, "watched") == ends(run, "unwatched") == {"time"}
+    (last,) = watcher.told[before:]
+    assert last.request.request_id == "watched" and last.record is None
+    assert [one.token for one in last.events] == [-1]
 
 
 def test_the_clock_is_read_once_per_step_and_not_without_deadlines() -> None:

@@ -292,6 +292,31 @@ def test_a_lone_surrogate_is_an_error_of_ours(kind: Any) -> None:
             read_source(kind, value)
 
 
+@pytest.mark.parametrize(
+    ("limit", "noun", "schema"),
+    [
+        ("_MOST_SCHEMAS", "subschemas", {"type": "array", "items": {"type": "null"}}),
+        (
+            "_MOST_REFERENCES",
+            "uses of '$ref'",
+            {"properties": {"a": {"$ref": "#/$defs/n"}, "b": {"$ref": "#/$defs/n"}}}
+            | {"$defs": {"n": {"type": "null"}}},
+        ),
+    ],
+)
+def test_a_schema_may_be_as_large_as_the_limit_says(
+    limit: str, noun: str, schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = f"everystep.processors.grammars.schema.{limit}"
+    monkeypatch.setattr(place, 2)
+    assert read_source("schema", schema).kind == "schema"
+    monkeypatch.setattr(place, 1)
+    with pytest.raises(
+        UnsupportedError, match=f"too many {re.escape(noun)}; wanted at most 1; got 2"
+    ):
+        read_source("schema", schema)
+
+
 def test_a_large_union_is_judged_at_once() -> None:
     branches = [tagged(f"kind {i}") for i in range(300)]
     grammar = grammar_of({"oneOf": branches})

@@ -81,6 +81,7 @@ def test_words_that_cannot_be(words: Any) -> None:
 def test_a_list_works_on_one_at_a_time() -> None:
     state = es.ConstraintListState([es.PhrasalConstraint([1, 2]), es.PhrasalConstraint([3])])
     assert state.advance() == [1, 3] and state.get_bank() == 0
+    assert state.add(9) == (False, False), "it begins nothing"
     assert state.add(1) == (False, True)
     assert state.advance() == [2] and state.get_bank() == 1
     before = state.copy()
@@ -88,6 +89,7 @@ def test_a_list_works_on_one_at_a_time() -> None:
     assert state.get_bank() == 0 and state.advance() == [3, 1]
     assert [before.add(token)[0] for token in (2, 3)] == [True, True]
     assert before.completed and before.get_bank() == 4
+    assert before.add(1) == (True, False), "it is fulfilled, and brought no further"
     state.reset([9, 3, 1, 1, 2])
     assert not state.completed, "the second 1 throws the phrase back"
     state.reset([9, 3, 1, 2, 8])

@@ -1,4 +1,5 @@
-"""Only the feeds of a request that wants something are asked for it, and only once."""
+"""Only the feeds of a request that wants something are asked for it, and only once; embeddings that
+are injected are fed in one piece per run of neighbours."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 from everystep.engine import Engine, Lockstep
+from everystep.engine.given import Span
 from everystep.strategies import Contrastive, Greedy
 from everystep.testing.hash_model import HashExecutor
 from everystep.types import COLUMNS, Extra, Prompt, StepOutput, Wants, Work
+from everystep.types.ends import Injected
 from tests.executors.requests import ids, request
 from tests.judges import textbook
 from tests.judges.drive import result
@@ -102,3 +105,14 @@ def test_a_sequence_remembers_the_states_of_its_own_positions() -> None:
         )
         states = fresh.run(whole).answers[0].hidden
         assert torch.equal(torch.cat(sequence.memo[COLUMNS].pieces), states)
+
+
+def test_neighbours_that_are_injected_are_one_piece() -> None:
+    values = torch.arange(5.0)[:, None].expand(5, 8)
+    prompt = Prompt(np.arange(12), injected=Injected(np.array([2, 3, 4, 7, 8]), values))
+    found = Span(prompt, 3, 6).inputs({})
+    assert [(one.name, one.start, len(one.values)) for one in found] == [
+        ("embeds", 0, 2),
+        ("embeds", 4, 2),
+    ]
+    assert [one.values[:, 0].tolist() for one in found] == [[1.0, 2.0], [3.0, 4.0]]

@@ -3,6 +3,7 @@ what is recorded of rows of which an executor lists the best."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 import everystep as es
 from everystep.api.model import LanguageModel
 from everystep.engine.recorded_scores import HeldScores, Summary, best_of
-from everystep.records import read_record
+from everystep.engine.recording import RunRecorder
+from everystep.records import RecordWriter, read_record
 from everystep.testing.models import tiny_llama
 from everystep.types import Scores
 
@@ -70,6 +72,20 @@ def test_a_record_says_where_its_prompt_begins_and_which_drafts_were_right(tmp_p
             rights.append(draft.right)
         place += max((len(child.ids) for child in step.children), default=0)
     assert place == len(said) and 0 in rights and max(rights) > 0
+
+
+def test_every_id_of_a_record_is_spelled_once(tmp_path: Path) -> None:
+    """In lines of at most 4,096 ids, however long the prompt."""
+    file, about = tmp_path / "a.jsonl", {"prompt": [*range(5000), *range(20)], "request": "a"}
+    writer = RecordWriter(file)
+    own = RunRecorder(writer, ("model", "none"), about, lambda id: f"<{id}>".encode())
+    own.forked("a", "b")
+    writer.settle()
+    lines = map(json.loads, file.read_text().splitlines())
+    spelled = [one["texts"] for one in lines if one["type"] == "spelling"]
+    assert [len(one) for one in spelled] == [4096, 904]
+    every = {int(id): text for one in spelled for id, text in one.items()}
+    assert every == {id: f"<{id}>" for id in range(5000)}
 
 
 WIDE: dict[str, dict[str, object]] = {

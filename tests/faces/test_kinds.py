@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 import everystep as es
 from everystep.errors import EverystepError, RequestError
@@ -64,6 +65,8 @@ class KindCell(NamedTuple):
             given["max_length"] = length + 3
         elif self.argument == "min_length":
             given["min_length"] = length + 5
+        elif self.argument == "steer":  # by a vector that is as wide as the model
+            given["steer"] = {0: 9 * torch.ones(self.prompted.model.config.hidden_size)}
         # An answer to messages is drawn unless somebody says how it is chosen.
         return {"do_sample": False, **given} if self.prompt == "messages" else given
 

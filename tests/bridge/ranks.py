@@ -110,15 +110,15 @@ def decoders(rank: int) -> dict[str, Any]:
     whole = [reference_decoder("llama", torch.float32) for _ in range(2)]
     parts = [in_parts(one, one.model.layers) for one in whole]
     models, alone = ([es.wrap(one) for one in each] for each in (parts, whole))
-    return {
+    found = {
         "known": known_in_parts(parts[0], whole[0]),
         **compared(rank, models, alone, [counted(one) for one in parts]),
-        "asked": (
-            alone[0].generate(IDS, max_new_tokens=LENGTHS[rank], synced_gpus=True).tolist(),
-            alone[0].generate(IDS, max_new_tokens=LENGTHS[rank]).tolist(),
-            [],
-        ),
     }
+    forwards = counted(whole[0])
+    asked = alone[0].generate(IDS, max_new_tokens=LENGTHS[rank], synced_gpus=True).tolist()
+    counts = [len(forwards)]
+    plain = alone[0].generate(IDS, max_new_tokens=LENGTHS[rank]).tolist()
+    return {**found, "asked": (asked, plain, counts)}
 
 
 def compared(
@@ -148,7 +148,8 @@ def compared(
     for error in (ValueError, KeyboardInterrupt):
         broke = broken(rank, error)
         ended = tried(partial(models[0].generate, IDS, max_new_tokens=9, logits_processor=[broke]))
-        found[error.__name__] = ended, list(map(len, forwards))
+        unbroken = tried(partial(alone[0].generate, IDS, max_new_tokens=9))
+        found[error.__name__] = ended, unbroken, list(map(len, forwards))
     after = called(*models, "greedy", length), called(*alone, "greedy", length)
     found["after"] = (*after, list(map(len, forwards)))
     found["stream"] = tried(lambda: es.stream(models[0], None, [5, 6, 7]))
@@ -158,15 +159,16 @@ def compared(
 def with_encoder(rank: int) -> dict[str, Any]:
     torch.manual_seed(4)
     whole = reference_pair("t5", torch.float32)
-    model = es.wrap(in_parts(whole, nn.ModuleList([*whole.encoder.block, *whole.decoder.block])))
+    parts = in_parts(whole, nn.ModuleList([*whole.encoder.block, *whole.decoder.block]))
+    model, forwards = es.wrap(parts), [counted(parts.encoder), counted(parts.decoder)]
     ids = torch.tensor([[5, 9, 17, 8]])[:, : 2 + rank]
-    calls = (
+    calls = [
         one.generate(
             ids, max_new_tokens=LENGTHS[rank], num_beams=2, decoder_start_token_id=0
         ).tolist()
         for one in (model, es.wrap(whole))
-    )
-    return {"an encoder": (*calls, [])}
+    ]
+    return {"an encoder": (*calls, list(map(len, forwards)))}
 
 
 def main(find: Callable[[int], dict[str, Any]], folder: str, rank: int, count: int) -> None:

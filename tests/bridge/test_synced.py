@@ -46,9 +46,19 @@ def test_a_prompt_that_one_process_refuses_keeps_no_other_waiting(
 
 @pytest.mark.parametrize("error", ["ValueError", "KeyboardInterrupt"])
 def test_an_error_of_one_process_is_its_own(error: str, found: list[dict[str, Any]]) -> None:
-    (ended, counts), (went_on, others) = (each[error] for each in found)
+    (ended, _, counts), (went_on, its_own, others) = (each[error] for each in found)
     assert error in ended and "of one process alone" in ended
-    assert went_on.startswith("tensor([[ 5,  9, 17") and counts == others
+    assert went_on == its_own and went_on.startswith("tensor([[ 5,  9, 17") and counts == others
+
+
+def test_what_is_asked_to_be_synced_makes_forwards_for_the_others(
+    found: list[dict[str, Any]],
+) -> None:
+    """Also where weights are whole: a process with one token makes as many as the longer one."""
+    longest = max(len(one["asked"][0][0]) for one in found) - 3
+    assert [one["asked"][2] for one in found] == [[longest], [longest]] and longest > 40
+    (encodes, decodes), others = (one["an encoder"][2] for one in found)
+    assert others == [encodes, decodes] and encodes >= 1 and decodes >= 50
 
 
 def test_modules_in_parts_are_known_by_themselves(found: list[dict[str, Any]]) -> None:

@@ -50,9 +50,9 @@ def test_a_prompt_that_one_process_refuses_keeps_no_other_waiting(
 
 @pytest.mark.parametrize("error", ["ValueError", "KeyboardInterrupt"])
 def test_an_error_of_one_process_is_its_own(error: str, found: list[dict[str, Any]]) -> None:
-    (ended, counts), (went_on, others) = (each[error] for each in found)
+    (ended, _, counts), (went_on, its_own, others) = (each[error] for each in found)
     assert error in ended and "of one process alone" in ended
-    assert went_on.startswith("tensor([[ 5,  9, 17") and counts == others
+    assert went_on == its_own and went_on.startswith("tensor([[ 5,  9, 17") and counts == others
 
 
 def test_what_steps_when_its_caller_wants_is_refused(found: list[dict[str, Any]]) -> None:

@@ -75,10 +75,11 @@ def killed(tmp_path: Path, kills: int, seed: int, *, fsdp: bool = False) -> None
     draw = random.Random(seed)
     assert killed_until_it_ends(tmp_path / "whole", 0, draw, fsdp) == 0
     wanted = weights_in(tmp_path / "whole")
-    count = 0
+    count, runs = 0, 0
     while count < kills:
-        folder = tmp_path / f"killed-{count}"
-        count += max(1, killed_until_it_ends(folder, kills - count, draw, fsdp))
+        folder, runs = tmp_path / f"killed-{runs}", runs + 1
+        assert runs <= 2 * kills, f"of {runs} runs {count} were killed before they ended"
+        count += killed_until_it_ends(folder, kills - count, draw, fsdp)
         found = weights_in(folder)
         assert found.keys() == wanted.keys()
         assert all(equal(found[name], one) for name, one in wanted.items())

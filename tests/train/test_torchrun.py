@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from everystep.train.callbacks import log_of
 from tests.cli.tiny_model import write_tiny_model
 from tests.reading import ROOT
+from tests.train.test_lost_ranks import weights_of
 
 PAGE = (ROOT / "docs" / "guide" / "many-ranks.md").read_text(encoding="utf-8")
 SCRIPT = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)[0]
@@ -38,13 +38,18 @@ def ran(folder: Path, *line: str) -> str:
     return done.stdout
 
 
-def test_the_script_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes of 2 examples say and write what one of 4 does."""
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_the_script_of_the_guide(
+    fsdp: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes of 2 examples say and write what one of 4 does, also with parts of weights."""
     [line] = re.findall(r"^\$ torchrun (.*)$", PAGE, re.M)
     together, alone = tmp_path / "together", tmp_path / "alone"
     for folder in (together, alone):
         folder.mkdir()
-    (together / "train.py").write_text(SCRIPT, encoding="utf-8")
+    script = SCRIPT.replace("max_steps=6,", "max_steps=6,\n    fsdp=True,") if fsdp else SCRIPT
+    assert (script != SCRIPT) == fsdp
+    (together / "train.py").write_text(script, encoding="utf-8")
     out = ran(together, "torch.distributed.run", *shlex.split(line))
     assert out.splitlines() == ["6"]
     monkeypatch.chdir(alone)
@@ -52,7 +57,7 @@ def test_the_script_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     logs = [log_of(folder / "ranks") for folder in (together, alone)]
     first, second = ([one["loss"] for one in each if "loss" in one] for each in logs)
     assert len(first) == 6 and first == pytest.approx(second, rel=1e-5)
-    found, wanted = (load_file(one / "ranks/end/model.safetensors") for one in (together, alone))
+    found, wanted = (weights_of(one / "ranks/end") for one in (together, alone))
     assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     checkpoints = sorted(one.name for one in (together / "ranks").glob("checkpoint-*"))
     assert checkpoints == ["checkpoint-3", "checkpoint-6"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,3 +45,27 @@ def program(
             assert not [line for line in errors if "Traceback" in line], errors
         finally:
             running.kill()
+
+
+def marked(mark: str) -> dict[int, str]:
+    """The command lines of processes that inherited this mark, NAME=VALUE of the environment, and
+    have not ended; this one's own children, such as the program in which templates are rendered,
+    are left out."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
+                status = (entry / "status").read_text()
+                if f"PPid:\t{os.getpid()}\n" not in status:
+                    found[int(entry.name)] = (entry / "cmdline").read_text()
+        except OSError:
+            continue
+    return found
+
+
+def assert_none_is_left(mark: str) -> None:
+    """No process with this mark is there after a while, in which it may still end."""
+    deadline = time.monotonic() + 60
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == {}, "after the end no process is left"

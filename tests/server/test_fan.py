@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -43,9 +44,17 @@ from everystep.server.ray.orders import replica_orders, sharing
 from everystep.server.ray.parts import gathered, packed_part, read_part
 from everystep.server.ray.replica import EngineReplica
 from everystep.server.settings import ServeSettings
-from tests.server.serving import TOKENIZER, Served, chunks_of, joined, served, tiny
+from tests.server.serving import Served, chunks_of, joined, served
 
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 12, "ignore_eos": True}
+
+
+async def started(folder: str, merge_seconds: float) -> EngineReplica:
+    """A replica of this process, as Ray Serve would start it."""
+    one = EngineReplica.__new__(EngineReplica)
+    orders = EngineOrders({"tiny": folder}, threads=1, max_rows=16)
+    await one.__init__(orders, merge_seconds, 0.0)  # type: ignore[misc,func-returns-value]
+    return one
 
 
 class MortalReplicas(Replicas):
@@ -64,9 +73,7 @@ class MortalReplicas(Replicas):
         self.sessions: list[str | None] = []
 
     async def start(self) -> None:
-        self._one = EngineReplica.__new__(EngineReplica)
-        orders = EngineOrders({"tiny": self._folder}, threads=1, max_rows=16)
-        await self._one.__init__(orders, 0.0, 0.0)  # type: ignore[misc,func-returns-value]
+        self._one = await started(self._folder, 0.0)
 
     async def facts(self) -> Ready:
         return msgspec.msgpack.decode(await self._one.facts(), type=Ready)
@@ -135,11 +142,8 @@ class FanMooring(Mooring):
 
 
 @pytest.fixture(scope="module")
-def replicas(tmp_path_factory: pytest.TempPathFactory) -> MortalReplicas:
-    path = tmp_path_factory.mktemp("fanned") / "tiny"
-    tiny().save_pretrained(path)
-    TOKENIZER.save_pretrained(path)
-    return MortalReplicas(str(path))
+def replicas(folder: Path) -> MortalReplicas:
+    return MortalReplicas(str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -413,6 +417,30 @@ def test_tokens_are_gathered_and_the_end_is_not_kept_waiting() -> None:
     assert asyncio.run(parts_of(slow, 0.001)) == [[0], [1]]
     with pytest.raises(EngineGone):
         asyncio.run(parts_of(broken, 3600.0))
+
+
+def test_a_replica_gathers_for_as_long_as_it_is_told(folder: Path) -> None:
+    """What comes first is a part, and the answer is over before the time for another one is."""
+
+    async def work() -> tuple[list[Any], list[list[Any]]]:
+        one = await started(str(folder), 3600.0)
+        more = {"max_new_tokens": 40, "min_new_tokens": 40, "seed": 1}
+        ask = Ask(1, "tiny", [5, 6, 7], more, streams=True)
+        single = [news async for news in one._link.follow(ask)]
+        parts = [read_part(part) async for part in one.follow(msgspec.msgpack.encode(ask))]
+        await one._link.close()
+        return single, parts
+
+    single, parts = asyncio.run(work())
+    messages = [message for part in parts for message in part]
+    tokens = [m for message in messages if isinstance(message, Tokens) for m in message.rows]
+    alike = [(one.index, one.token, one.kind) for one in single if isinstance(one, RowNews)]
+    assert [(one.index, one.token, one.kind) for one in tokens] == alike and len(alike) == 40
+    begun, over = messages[0], messages[-1]
+    assert isinstance(begun, Begun) and isinstance(over, Over)
+    assert [one.tokens for one in over.results] == [[token for _, token, _ in alike]]
+    assert len(parts) <= 2 < len(single)
+    assert sum(isinstance(message, Begun | Over) for message in messages) == 2
 
 
 def test_a_part_has_its_tokens_in_one_message_before_the_end() -> None:

@@ -31,7 +31,7 @@ from everystep.server.settings import ServeSettings
 from everystep.testing.models import tiny_llama
 from tests.cli.running import everystep
 from tests.reading import ROOT
-from tests.server.programs import program
+from tests.server.programs import assert_none_is_left, marked, program
 from tests.server.serving import (
     PATIENCE,
     Served,
@@ -48,21 +48,6 @@ pytestmark = pytest.mark.skipif(
 )
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 150, "ignore_eos": True}
 MARK = f"EVERYSTEP_TEST={secrets.token_hex(8)}"
-
-
-def marked() -> list[int]:
-    """Processes that inherited the mark of these tests and have not ended; this one's own children,
-    such as the program in which templates are rendered, are none of Ray's."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and MARK.encode() in (entry / "environ").read_bytes():
-                status = (entry / "status").read_text()
-                if f"PPid:\t{os.getpid()}\n" not in status:
-                    found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
 
 
 class Owner:
@@ -121,11 +106,7 @@ def owner() -> Iterator[Owner]:
             assert running.stdin is not None
             running.stdin.close()
             assert running.wait(60) == 0
-    deadline = time.monotonic() + 60
-    while marked() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    left = [Path(f"/proc/{pid}/cmdline").read_text() for pid in marked()]
-    assert left == [], "after the end no process is left"
+    assert_none_is_left(MARK)
 
 
 @pytest.fixture(scope="module")
@@ -262,17 +243,13 @@ def test_a_killed_worker_of_ray_train_costs_the_steps_since_a_checkpoint(
         deadline = time.monotonic() + 120
         while not begun.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-        workers = [pid for pid in marked() if b"TrainWorker" in _command(pid)]
+        workers = [pid for pid, command in marked(MARK).items() if "TrainWorker" in command]
         assert len(workers) == 2, "the workers of Ray Train are named so"
         os.kill(workers[0], signal.SIGKILL)
         said = running.communicate(timeout=300)[0].splitlines()
     assert said[-1] == f"trained: {tmp_path / 'two' / 'end'}"
     found = load_file(tmp_path / "two" / "end" / "model.safetensors")
     assert_close(found, alone(folder, tmp_path / "one", 60), rtol=1e-3, atol=1e-4)
-
-
-def _command(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def on_replicas(owner: Owner, folder: Path, source: Path, target: Path) -> list[str]:

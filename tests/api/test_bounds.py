@@ -69,6 +69,20 @@ def test_a_number_beyond_its_bound_is_refused(name: str, size: int) -> None:
 
 
 @pytest.mark.usefixtures("_no_compute")
+@pytest.mark.parametrize("size", [2**31, 10**12, 10**20])
+@pytest.mark.parametrize("ask", [many, rectangle])
+def test_a_static_cache_longer_than_positions_can_be_is_refused(ask: Any, size: int) -> None:
+    told = f"max_cache_len is not valid; wanted an integer from 1 to 2147483647; got {size}"
+    with pytest.raises(RequestError, match=told):
+        ask(cache_implementation="static", max_cache_len=size)
+
+
+def test_room_that_a_call_does_not_fill_is_not_made() -> None:
+    roomy = rectangle(cache_implementation="static", max_cache_len=2_000_000_000)
+    assert torch.equal(roomy, rectangle())
+
+
+@pytest.mark.usefixtures("_no_compute")
 def test_more_candidates_than_tokens_are_refused() -> None:
     with pytest.raises(RequestError, match=r"at most 320, of 320 tokens; got top_k=400"):
         many(penalty_alpha=0.5, top_k=400)

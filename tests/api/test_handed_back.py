@@ -88,6 +88,46 @@ def test_hooks(kind: str, native: bool) -> None:
     assert found == es.generate(model, None, [[5, 6, 7]], **QUIET)[0]
 
 
+NO_CHOICE = "no token can be drawn: the scores of a sequence hold nan"
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "seed": 1},
+    "beams": {"num_beams": 2},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 3},
+}
+EITHER = pytest.mark.parametrize("native", [pytest.param(True, marks=pytest.mark.native), False])
+
+
+@EITHER
+@pytest.mark.parametrize("way", WAYS)
+def test_embeddings_of_nan_leave_no_choice(way: str, native: bool) -> None:
+    model = LanguageModel(narrow_model("llama", None, panels=True)) if native else MODEL
+    asked = {**QUIET, **WAYS[way], "return_dict_in_generate": True, "on_error": "return"}
+    nan = {"hooks": [Gives(lambda x: x * torch.nan)]}
+    bad, good = es.generate(model, None, [[5, 6, 7]] * 2, options=[nan, {}], **asked)
+    assert isinstance(bad.finish_reason.matched, RequestError)
+    assert NO_CHOICE in str(bad.finish_reason.matched)
+    _, wanted = es.generate(model, None, [[5, 6, 7]] * 2, **asked)
+    assert good.tokens == wanted.tokens and good.finish_reason.kind == "length"
+
+
+@EITHER
+@pytest.mark.parametrize("way", WAYS)
+def test_features_of_nan_leave_no_choice(way: str, native: bool) -> None:
+    model = LanguageModel(narrow_model("llama", None, panels=True)) if native else None
+    model = model or tiny_llama(vocab_size=320)
+    width = model.get_input_embeddings()(torch.tensor([1])).shape[-1]
+
+    def encoder(values: Tensor) -> Tensor:
+        return values.new_full((len(values), 2, width), torch.nan)
+
+    model.prompt_inputs = [es.PromptInput("picture", encoder, (3,), positions=(1, 2))]
+    prompt = {"input_ids": [5, 6, 7, 8], "picture": torch.ones(3)}
+    with pytest.raises(RequestError, match=NO_CHOICE):
+        es.generate(model, None, [prompt], **QUIET, **WAYS[way])
+
+
 @pytest.mark.parametrize("kind", sorted({*SPOILT} - {"flags", "itself twice"}))
 def test_stopping_criteria(kind: str) -> None:
     spoil = SPOILT[kind]

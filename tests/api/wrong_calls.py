@@ -41,6 +41,8 @@ def embedded(**values: Any) -> dict[str, Any]:
 NAMES: list[Wrong] = [
     ("misspelt", {"max_new_token": 5}, Unknown, ["max_new_token", "max_new_tokens"]),
     ("unknown", {"wibble": 1}, Unknown, ["wibble", "help(model.generate)"]),
+    ("backtracking", {"backtrack": 3}, Unknown, ["backtrack", "help(model.generate)"]),
+    ("energy", {"energy_budget": 5.0}, Unknown, ["energy_budget", "help(model.generate)"]),
     ("several unknown", {"num_beans": 2, "temprature": 1.0}, Unknown,
      ["'num_beans', 'temprature'", "num_beams instead of num_beans", "temperature instead"]),
     ("misspelt input", {"input_id": IDS}, Unknown, ["input_id", "input_ids"]),

@@ -21,6 +21,7 @@ from everystep.errors import RequestError, UnsupportedError
 from everystep.requests.door import sort
 from everystep.requests.prepare import prepare
 from everystep.requests.reading import read_options
+from everystep.testing.models import tiny_llama
 from everystep.types import Prompt
 from tests.bridge.pictures import IMAGE, PAD, PATCH, START, TEXT, configured
 from tests.judges.drive import Drive
@@ -265,6 +266,41 @@ class TestImagesWithoutGrids:
         ids = torch.tensor([[5, 6], [7, 8]])
         with pytest.raises(RequestError, match="one tensor per row"):
             es.wrap(llava()).generate(ids, pixel_values=torch.randn(3, 3, 8, 8), max_new_tokens=1)
+
+    def test_a_picture_of_a_mapping_has_the_shape_of_the_forward(self) -> None:
+        model, ids = llava(), [5, *[IMAGE] * 4, 6, 7]
+        pixels = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(3)).double()
+        theirs = model.generate(torch.tensor([ids]), pixel_values=pixels, max_new_tokens=6)
+
+        def asked(value: Tensor) -> Any:
+            prompt = {"input_ids": ids, "pixel_values": value}
+            return es.generate(model, None, [prompt], max_new_tokens=6)
+
+        assert asked(pixels) == theirs[:, 7:].tolist()
+        for value in (pixels[0], pixels[None]):
+            with pytest.raises(RequestError, match="given by name does not fit the prompt"):
+                asked(value)
+
+
+def test_a_declared_picture_may_lack_its_batch() -> None:
+    model = tiny_llama(vocab_size=320)
+    width = model.width
+
+    def encoder(pixels: Tensor) -> Tensor:
+        return pixels.flatten(1).sum(1)[:, None, None].expand(-1, 4, width)
+
+    model.prompt_inputs = [es.PromptInput("pixel_values", encoder, (3, 8, 8), token=300)]
+    pixels = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+    row, one = (
+        es.generate(
+            model,
+            None,
+            [{"input_ids": [5, *[300] * 4, 6], "pixel_values": value}],
+            max_new_tokens=4,
+        )
+        for value in (pixels[0], pixels)
+    )
+    assert row == one
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -304,13 +305,15 @@ class Plain(transformers.LlamaForCausalLM):
     """Fails as often as it is told to."""
 
     error: Exception | None = None
-    part = slice(None)
+    part: Any = slice(None)
+    spoil: Callable[[Tensor], Any] = staticmethod(lambda logits: logits)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.error is not None:
             raise self.error
         output = super().forward(*args, **kwargs)
-        return type(output)(logits=output.logits[self.part], past_key_values=output.past_key_values)
+        logits = self.spoil(output.logits[self.part])
+        return type(output)(logits=logits, past_key_values=output.past_key_values)
 
 
 class OfTheCaller(Exception):
@@ -350,6 +353,41 @@ def test_logits_that_do_not_fit_are_said(part: Any, got: str) -> None:
     model.part = part
     with pytest.raises(ForeignModelError, match=f"logits that do not fit.*got .*{got}"):
         wrapped.generate(torch.tensor([[7, 8, 9]]), **QUIET)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor")
+@pytest.mark.parametrize("how", [{}, {"do_sample": True}, {"num_beams": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("spoil", "got"),
+    [
+        (lambda x: x.to("meta"), "a meta tensor"),
+        (lambda x: x.to_sparse(), "layout torch.sparse_coo"),
+        (lambda x: x.long(), "torch.int64 of shape"),
+        (lambda x: x > 0, "torch.bool of shape"),
+        (lambda x: x.to(torch.complex64), "torch.complex64 of shape"),
+        (lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8), "a quantised tensor"),
+        (lambda x: x.tolist(), "list"),
+        (lambda x: None, "NoneType"),
+    ],
+    ids=["meta", "sparse", "integers", "flags", "complex", "quantised", "list", "none"],
+)
+def test_logits_without_readable_floats_are_said(spoil: Any, got: str, how: dict[str, Any]) -> None:
+    model = made(Plain)
+    wrapped = es.wrap(model)
+    model.spoil = spoil
+    with pytest.raises(ForeignModelError, match=f"logits that do not fit.*got {got}"):
+        wrapped.generate(torch.tensor([[7, 8, 9]]), **{**QUIET, **how})
+
+
+@pytest.mark.parametrize("how", [{}, {"do_sample": True}, {"num_beams": 2}], ids=str)
+def test_logits_of_nan_leave_no_choice(how: dict[str, Any]) -> None:
+    model = made(Plain)
+    wrapped = es.wrap(model)
+    model.spoil = lambda logits: logits * torch.nan
+    with pytest.raises(
+        RequestError, match="no token can be drawn: the scores of a sequence hold nan"
+    ):
+        wrapped.generate(torch.tensor([[7, 8, 9]]), **{**QUIET, **how})
 
 
 def test_a_model_that_gives_logits_of_one_position_is_refused_when_it_is_wrapped() -> None:

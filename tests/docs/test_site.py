@@ -7,8 +7,11 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ import pytest
 import everystep as es
 from everystep import errors
 from everystep.config.fields import FIELDS, META
+from tests.inspector.browser import Browser, needs_chromium
 from tests.reading import ROOT
 
 PAGES = sorted((ROOT / "docs" / "reference").glob("*.md"))
@@ -180,3 +184,70 @@ def test_links_of_the_repository_lead_to_pages(site: Path) -> None:
     front = (site / "index.html").read_text(encoding="utf-8")
     assert re.search(r'href="?laws\.html', front) and re.search(r'src="?images/demo\.svg', front)
     assert ".md)" not in front and "bench/results" not in re.sub(r"<code.*?</code>", "", front)
+
+
+# --- the site in a browser ------------------------------------------------------------------------
+
+WINDOW = "document.documentElement"
+WRAPPED = "document.querySelector('article .md-typeset__scrollwrap') !== null"
+"""The theme's own script has made tables scroll."""
+FOUND = """[...document.querySelectorAll(".md-search-result__item > a")].map(
+    (one) => new URL(one.href).pathname.slice(1))"""
+"""The pages that a search has found, the best first."""
+WIDER = """[...document.querySelectorAll("article *")].filter((one) =>
+    one.getBoundingClientRect().right > document.documentElement.clientWidth + 1
+    && !one.closest("pre, .md-typeset__table")).map((one) => one.outerHTML.slice(0, 80))"""
+"""What leads out of the window; code and tables are scrolled in their place."""
+BROKEN = """[...document.querySelectorAll("article table td code")].filter((one) =>
+    /^[\\w.]+$/.test(one.textContent) && one.getClientRects().length > 1
+    ).map((one) => one.textContent)"""
+"""The names in tables that take more than one line."""
+
+
+class _Silent(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """Where the site is served: a page from disk may not read the index that a search needs."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Silent, directory=str(site)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_a_search_finds_a_guide_before_any_decision(address: str, tmp_path: Path) -> None:
+    with Browser(tmp_path / "profile") as browser:
+        for words in ("gguf", "chat template", "temperature", "lora"):
+            asked = f"{address}/index.html?q={words.replace(' ', '+')}"
+            browser.visit(asked, f"({FOUND}).length > 0")
+            found = browser.value(FOUND)
+            folders = [place.partition("/")[0] for place in found]
+            assert "guide" in folders, words
+            before = folders[: folders.index("guide")]
+            assert {*before} <= {"reference"}, (words, found)
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_on_a_phone_no_page_is_wider_and_no_name_in_a_table_is_broken(
+    address: str, tmp_path: Path
+) -> None:
+    pages = ("index", "guide/switching", "guide/models", "guide/sampling", "reference/options")
+    with Browser(tmp_path / "profile") as browser:
+        browser.show(390, 844)
+        for page in pages:
+            browser.visit(f"{address}/{page}.html", WRAPPED)
+            assert browser.value("document.querySelectorAll('article table td code').length"), page
+            assert browser.value(f"{WINDOW}.clientWidth - {WINDOW}.scrollWidth") == 0, page
+            assert browser.value(WIDER) == [], page
+            assert browser.value(BROKEN) == [], page

@@ -4,6 +4,7 @@ through."""
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from everystep.strategies import Beam, Contrastive, Greedy, Sample
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.models import tiny_llama
+from everystep.testing.tokenizer import tiny_tokenizer
 from everystep.types import Prompt, Request, StepOutput, Work
 from everystep.types.protocols import Predictions
 from tests.api.runs import take
@@ -140,6 +142,41 @@ def test_a_run_is_rewound_and_explained(expert: LanguageModel, amateur: Language
     step = take(run, 1)[0]
     assert [change.name for change in step.changes] == ["contrast"]
     assert run.result().tokens == wanted
+
+
+REGEX = r"[ab]{2,5}( the| and){1,4}c?"
+CHOICES = ["yes", "no", "perhaps the"]
+GRAMMARS: dict[str, tuple[dict[str, Any], str]] = {
+    "choices": ({"choices": CHOICES}, "|".join(CHOICES)),
+    "regex": ({"regex": REGEX}, REGEX),
+}
+"""What is asked for, and what texts of it match, by Python's own expressions."""
+
+
+@pytest.mark.parametrize("alpha", [0.02, 1.0])
+@pytest.mark.parametrize("name", sorted({*STRATEGIES} - {"best of"}))
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_a_grammar_means_the_same_beside_an_amateur(kind: str, name: str, alpha: float) -> None:
+    grammar, expected = GRAMMARS[kind]
+    size: dict[str, Any] = {"vocab_size": 320, "max_position_embeddings": 256}
+    model, smaller = tiny_llama(hidden_size=16, **size), tiny_llama(3, hidden_size=8, **size)
+    asked = {**grammar, **STRATEGIES[name], "max_new_tokens": 100, "seed": 5}
+    beside = {**asked, "amateur_model": smaller, "contrast_alpha": alpha}
+    prompts = ["Hi", "Tell the truth", "a"]
+    for given in (asked, beside):
+        for found in es.generate(model, tiny_tokenizer(320), prompts, **given):
+            texts = [found] if isinstance(found, str) else found
+            assert texts and [one for one in texts if not re.fullmatch(expected, one)] == []
+
+
+def test_an_amateur_chooses_among_the_texts_of_a_grammar() -> None:
+    size: dict[str, Any] = {"vocab_size": 320, "max_position_embeddings": 256}
+    model, smaller = tiny_llama(hidden_size=16, **size), tiny_llama(3, hidden_size=8, **size)
+    asked = {"choices": CHOICES, "max_new_tokens": 100}
+    prompts = ["Hi", "Tell the truth", "a", "was", "the"]
+    alone = es.generate(model, tiny_tokenizer(320), prompts, **asked)
+    beside = es.generate(model, tiny_tokenizer(320), prompts, **asked, amateur_model=smaller)
+    assert alone != beside and {*alone, *beside} <= {*CHOICES}
 
 
 # --- on the hash model ----------------------------------------------------------------------------

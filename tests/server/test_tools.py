@@ -20,7 +20,7 @@ from everystep.server.local import listening
 from everystep.testing.tokenizer import tiny_tokenizer
 from tests.clients.client import CLIENTS
 from tests.dialogue.templates import FORMS
-from tests.server.serving import LIMITS, Served, chunks_of, tiny
+from tests.server.serving import LIMITS, Served, chunks_of, joined, tiny
 
 ASKED = [{"role": "user", "content": "hello"}]
 TOOL = {
@@ -136,6 +136,17 @@ def test_a_thought_is_told_apart(server: Served, asked: Any, opening: str, seed:
     assert len(told) > 2, "both come in pieces"
     for name, whole in (("reasoning_content", thought), ("content", said)):
         assert "".join(piece for own, piece in told if own == name) == whole
+
+
+def test_a_thought_that_nobody_asked_about_stays_in_the_text(server: Served) -> None:
+    pattern = r"<think>\n[ab]{3}\n</think>\n\n[cd]{3}"
+    body = {"messages": ASKED, "regex": pattern, "temperature": 1, "seed": 1, "max_tokens": 60}
+    (choice,) = server.post("/v1/chat/completions", **body).json()["choices"]
+    shape: Any = {"do_sample": True, "temperature": 1, "max_new_tokens": 60, "seed": 1}
+    wanted = str(es.chat(tiny(), TOKENIZER, ASKED, regex=pattern, **shape))
+    assert choice["message"]["content"] == wanted and re.fullmatch(pattern, wanted)
+    chunks = chunks_of(server.post("/v1/chat/completions", **body, stream=True).text)
+    assert joined(chunks) == wanted
 
 
 def test_openais_client_reads_a_streamed_thought(server: Served) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -102,12 +102,25 @@ def test_requests_of_one_step_wait_for_the_first() -> None:
     assert run.engine.counts.fed == 1001 + 1 + 2
 
 
+class Named(NamedTuple):
+    """What the name of an adapter stands for, which another one of the same values is not."""
+
+    number: int
+    needs: frozenset[str] = ADAPTERS
+
+
+def of_name(number: int) -> dict[str, Any]:
+    """A request for the adapter "a", which is the one of this number."""
+    return {"adapters": (("a", 1.0),), "resolved": (Named(number),)}
+
+
 KEYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "salt": ({"salt": "one"}, {"salt": "other"}),
     "no salt": ({}, {"salt": "other"}),
     "adapter": ({"adapters": (("a", 1.0),)}, {"adapters": (("b", 1.0),)}),
     "no adapter": ({}, {"adapters": (("a", 1.0),)}),
     "weight": ({"adapters": (("a", 1.0),)}, {"adapters": (("a", 0.5),)}),
+    "an adapter that was loaded again": (of_name(1), of_name(2)),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import logging
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from starlette.routing import Route
 
@@ -36,6 +38,35 @@ def alternatives(depth: int) -> Any:
     return one
 
 
+def chain(depth: int) -> Any:
+    """The same doubling in the room of a line per level: each names the next one twice."""
+    levels: Any = {f"level{depth}": {"type": "integer"}}
+    for number in range(depth):
+        further = {"$ref": f"#/$defs/level{number + 1}"}
+        listed = {"type": "array", "items": further, "minItems": number}
+        levels[f"level{number}"] = {"oneOf": [further, listed]}
+    return {"$ref": "#/$defs/level0", "$defs": levels}
+
+
+def told_apart(depth: int) -> Any:
+    """A chain of objects that differ in the name of their property, which a grammar can follow."""
+    levels: Any = {f"level{depth}": {"const": 1}}
+    for number in range(depth):
+        further = {"$ref": f"#/$defs/level{number + 1}"}
+        levels[f"level{number}"] = {
+            "oneOf": [
+                {
+                    "type": "object",
+                    "properties": {name: further},
+                    "required": [name],
+                    "additionalProperties": False,
+                }
+                for name in ("a", "b")
+            ]
+        }
+    return {"$ref": "#/$defs/level0", "$defs": levels}
+
+
 HOSTILE_GRAMMARS: tuple[dict[str, Any], ...] = (
     {"regex": "(a+)+b"},
     {"regex": "(" * 30_000 + "a" + ")" * 30_000},
@@ -44,6 +75,8 @@ HOSTILE_GRAMMARS: tuple[dict[str, Any], ...] = (
     {"regex": "["},
     {"schema": alternatives(5)},
     {"schema": alternatives(10)},
+    {"schema": chain(20)},
+    {"schema": chain(40)},
     {"schema": {"$ref": "#"}},
     {"schema": {"$ref": "http://127.0.0.1:9/x.json"}},
     {"schema": {"type": "array", "minItems": 10**9, "items": {}}},
@@ -68,6 +101,22 @@ def test_hostile_grammars_are_errors_or_work_and_change_no_neighbour(server: Ser
             assert len(answer.content) < 4096, str(hostile)[:80]
         assert [joined(chunks_of(one.result().text)) for one in streams] == wanted
     assert idle(server) and server.client.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize("depth", [20, 40])
+def test_chains_of_alternatives_are_refused_or_followed_to_their_end(
+    server: Served, depth: int
+) -> None:
+    answer = server.post("/v1/completions", **HELLO, schema=chain(depth))
+    assert answer.status_code == 400 and "'oneOf'" in answer.json()["error"]["message"]
+    body = {"prompt": "hello", "max_tokens": 3000, "schema": told_apart(depth)}
+    (choice,) = server.completion(**body)["choices"]
+    found, count = json.loads(choice["text"]), 0
+    while isinstance(found, dict):
+        ((name, found),) = found.items()
+        assert name in ("a", "b")
+        count += 1
+    assert (count, found, choice["finish_reason"]) == (depth, 1, "stop")
 
 
 def test_ids_at_the_border_of_the_vocabulary(server: Served) -> None:
@@ -141,15 +190,34 @@ def test_an_error_that_is_not_ours_is_told_to_the_log_alone(
 ) -> None:
     from everystep.drivers.session import Session
 
+    tried = []
+
     def broken(*_: Any, **__: Any) -> Any:
+        tried.append(1)
         raise OSError("/home/me/secret at 0x7f0000000000")
 
     monkeypatch.setattr(Session, "own_request", broken)
     answer = server.post("/v1/completions", **HELLO)
+    assert answer.headers["x-should-retry"] == "false"
+    tried.clear()
+    own: Any = {"base_url": f"{server.url}/v1", "api_key": "x", "max_retries": 2}
+    with openai.OpenAI(**own) as client, pytest.raises(openai.InternalServerError):
+        client.completions.create(model="tiny", **HELLO)
+    assert len(tried) == 1, "what fails for itself fails again"
     monkeypatch.undo()
     assert answer.status_code == 500 and not LEAKS.search(answer.text)
     assert "secret" not in answer.text and "/home/me/secret" in caplog.text
     assert server.completion(**HELLO)
+
+
+def test_what_may_go_well_later_may_be_tried_again(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "x-should-retry" not in server.post("/v1/completions", **HELLO, x=1).headers
+    monkeypatch.setattr(server.front, "draining", True)
+    answer = server.post("/v1/completions", **HELLO)
+    assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
+    assert "x-should-retry" not in answer.headers, "clients decide by the status"
 
 
 # --- who asks -------------------------------------------------------------------------------------
@@ -173,19 +241,57 @@ def test_every_route_is_closed_without_a_key() -> None:
         }  # the page has no data, and asks for a key
 
 
+RIGHT = (
+    {"Authorization": "Bearer schl\xfcssel"},
+    {"Authorization": "bearer   schl\xfcssel"},
+    {"X-Api-Key": "schl\xfcssel"},
+    {"Authorization": "Basic c2VjcmV0", "X-Api-Key": "schl\xfcssel"},
+)
+WRONG = (
+    *("", "Bearer", "Bearer \xff\xfe", "Bearer " + "x" * 9000, "\xe9" * 100),
+    *("Bearer a b c", "Bearer schl\xfcsse", "Bearer schl\xfcssell", "Bearer Schl\xfcssel"),
+    *("Bearer schlussel", "Bearer schl\xfcssel x", "Bearer x schl\xfcssel"),
+    *("Bearer Bearer schl\xfcssel", 'Bearer "schl\xfcssel"', "Bearer schl\xfcssel,", "Bearer null"),
+    *("Bearer\tschl\xfcssel", "Bearerschl\xfcssel", "schl\xfcssel", "Token schl\xfcssel"),
+    *("Basic schl\xfcssel", "Basic c2VjcmV0", f"Bearer {digest_of('schlüssel')}"),
+)
+
+
 def test_headers_of_keys_in_any_form() -> None:
+    """None opens but the key itself; nor does its digest, which is what a file of keys holds."""
     with served(settings=FrontSettings(keys=Keys([digest_of("schlüssel")]))) as server:
-        said = (
-            "",
-            "Bearer",
-            "Bearer \xff\xfe",
-            "Basic c2VjcmV0",
-            "Bearer " + "x" * 9000,
-        )
-        for value in (*said, "Bearer schl\xfcssel", "\xe9" * 100, "Bearer a b c"):
-            raw = {"Authorization": value.encode("latin-1"), "content-type": "application/json"}
-            answer = server.client.post("/v1/completions", json=HELLO, headers=raw)
-            assert answer.status_code in (200, 401), (value, answer.text)
+
+        def status(headers: dict[str, str]) -> int:
+            raw = {name: value.encode("latin-1") for name, value in headers.items()}
+            return server.client.post("/v1/completions", json=HELLO, headers=raw).status_code
+
+        assert [status(headers) for headers in RIGHT] == [200] * len(RIGHT)
+        for value in WRONG:
+            assert status({"Authorization": value}) == 401, value[:40]
+        for value in ("", "schl\xfcsse", "Bearer schl\xfcssel", digest_of("schlüssel")):
+            assert status({"X-Api-Key": value}) == 401, value
+        for path in ("/v1/completions?api_key=schlüssel", "/v1/completions?key=schlüssel"):
+            assert server.client.post(path, json=HELLO).status_code == 401
+
+
+def test_each_key_is_compared_whole_whichever_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And in a time that tells nothing, for which the standard library has a function."""
+    digests = [digest_of(one) for one in ("first", "second", "third")]
+    compared: list[tuple[Any, Any]] = []
+    true = hmac.compare_digest
+
+    def counted(one: Any, other: Any) -> bool:
+        compared.append((one, other))
+        return true(one, other)
+
+    with served(settings=FrontSettings(keys=Keys(digests))) as server:
+        monkeypatch.setattr(hmac, "compare_digest", counted)
+        for said, status in (("first", 200), ("third", 200), ("thirD", 401), ("", 401)):
+            compared.clear()
+            headers = {"X-Api-Key": said}
+            assert server.client.get("/v1/models", headers=headers).status_code == status
+            told = digest_of(said).encode()
+            assert compared == [(told, one.encode()) for one in digests], said
 
 
 def test_a_name_that_callers_give_mixes_nothing_up(server: Served) -> None:
@@ -277,21 +383,51 @@ def test_one_port_is_open_in_all_of_its_processes(tmp_path: Path) -> None:
 # --- streams --------------------------------------------------------------------------------------
 
 
-def test_a_silent_stream_has_comments_that_clients_skip() -> None:
-    import openai
+class Overheard(httpx.HTTPTransport):
+    """Keeps the bytes of every answer beside who reads them."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard = bytearray()
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        answer = super().handle_request(request)
+        answer.stream = Kept(answer.stream, self.heard)
+        return answer
+
+
+class Kept(httpx.SyncByteStream):
+    """The bytes of an answer, which are added to others when they are read."""
+
+    def __init__(self, pieces: Any, heard: bytearray) -> None:
+        self._pieces, self._heard = pieces, heard
+
+    def __iter__(self) -> Iterator[bytes]:
+        for piece in self._pieces:
+            self._heard += piece
+            yield piece
+
+    def close(self) -> None:
+        self._pieces.close()
+
+
+def test_a_silent_stream_has_comments_that_clients_skip() -> None:
     with served(settings=FrontSettings(ping_seconds=0.002)) as server:
         body = {**LONG, "max_tokens": 200, "stream": True}
         text = server.post("/v1/completions", **body).text
         assert ": ping\n" in text and "\nid:" not in text
         wanted = server.completion(**{**LONG, "max_tokens": 200})["choices"][0]["text"]
         assert joined(chunks_of(text)) == wanted
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as client:
+        between = Overheard()
+        own: Any = {"base_url": f"{server.url}/v1", "http_client": httpx.Client(transport=between)}
+        with openai.OpenAI(**own, api_key="x") as client:
             chunks: Iterator[Any] = client.completions.create(  # type: ignore[call-overload]
                 model="tiny", prompt="hello the", max_tokens=200, stream=True,
                 extra_body={"ignore_eos": True},
             )  # fmt: skip
             assert "".join(one.choices[0].text for one in chunks) == wanted
+        lines = bytes(between.heard).split(b"\n")
+        assert lines.count(b": ping") > 0, "the client had none to skip"
 
 
 def test_a_stream_is_the_same_wherever_its_bytes_are_cut(server: Served) -> None:

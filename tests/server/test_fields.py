@@ -48,6 +48,29 @@ def test_an_unknown_field_is_told_the_nearest(server: Served) -> None:
     assert "no field" in message(server, **HELLO, **{"x" * 100_000: 1})
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("embeds", ["gASVAAAA", ["gASVAAAA"], [[0.5, 0.25]], "", [], {}])
+def test_prompts_that_are_tensors_are_refused_by_name(
+    server: Served, path: str, embeds: object
+) -> None:
+    """With a prompt beside them and without: they are not read."""
+    beside = (HELLO, {"max_tokens": 2}) if path == "/v1/completions" else (ASKED,)
+    for body in beside:
+        answer = server.post(path, **body, prompt_embeds=embeds)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == "prompt_embeds"
+        assert error["message"].startswith("there is no field 'prompt_embeds'")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_the_least_number_of_tokens_has_one_name(server: Served, path: str) -> None:
+    """Load generators send the other one, and have to be told."""
+    asked = HELLO if path == "/v1/completions" else ASKED
+    assert "Perhaps you meant min_new_tokens" in message(server, path, **asked, min_tokens=2)
+    assert server.post(path, **asked, min_new_tokens=2).status_code == 200
+
+
 def test_what_means_nothing_here_changes_nothing(server: Served) -> None:
     plain = server.completion(**HELLO)["choices"]
     assert server.completion(**HELLO, **dict.fromkeys(IGNORED, "x"))["choices"] == plain

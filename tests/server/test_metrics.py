@@ -98,6 +98,24 @@ def test_names_of_vllm_say_the_same() -> None:
     assert total(found, "vllm:request_success_total", finished_reason="length") == 2
 
 
+VLLM_BUCKETS = {
+    "time_to_first_token_seconds": (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1),
+    "inter_token_latency_seconds": (0.01, 0.025, 0.05, 0.075, 0.1),
+}
+"""Bounds up to a tenth of a second, as vLLM has them."""
+
+
+def test_buckets_are_finer_than_those_of_vllm(server: Served) -> None:
+    """Where small models on a processor are: most of their steps are in the first one of theirs."""
+    server.post("/v1/completions", **ASKED, stream=True)
+    found = read(server)
+    for name, theirs in VLLM_BUCKETS.items():
+        every = (dict(labels)["le"] for own, labels in found if own == f"everystep_{name}_bucket")
+        ours = [bound for bound in map(float, every) if bound <= 0.01]
+        assert len(ours) > len([bound for bound in theirs if bound <= 0.01]), name
+    assert min(ours) < 0.001, "of a step that takes a millisecond"
+
+
 # --- what the engine counts -----------------------------------------------------------------------
 
 COUNTED = {

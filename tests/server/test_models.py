@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import httpx
+import pytest
 import torch
 
 import everystep as es
+from everystep.engine import prefixes
+from everystep.models import named_weights
 from everystep.server.local import serving
 from everystep.testing.models import tiny_llama
+from tests.adapters.making import PROJECTIONS, random_lora, write_folder
 from tests.server.serving import TOKENIZER
 
 
@@ -41,3 +47,40 @@ def test_adapters_and_further_models_answer_by_name() -> None:
         (scored,) = client.post("/v1/everystep/score", json=score).json()["data"]
     wanted_score = es.score(first, TOKENIZER, "hello the", adapter_names="poet")
     assert scored["logprobs"] == wanted_score.logprobs.tolist()
+
+
+def answers_of_reloaded(folder: Path) -> list[tuple[str, int]]:
+    """What a server says by an adapter, and how much of the prompt it had, before and after another
+    one was loaded under its name, each asked twice; and what the library says by the second."""
+    model = tiny_llama(vocab_size=320)
+    weights = dict(named_weights(model.core))  # type: ignore[arg-type]
+    folders = [
+        write_folder(folder / str(seed), random_lora(weights, seed, PROJECTIONS)) for seed in (3, 4)
+    ]
+    body = {"prompt": "hello the and of it was in " * 4, "max_tokens": 8, "model": "style"}
+    model.load_adapter(folders[0], "style")
+    found = []
+    with serving({"tiny": (model, TOKENIZER)}) as address:
+        for one in folders:
+            model.delete_adapter("style")
+            model.load_adapter(one, "style")
+            for _ in range(2):
+                answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60).json()
+                cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+                found.append((answer["choices"][0]["text"], cached))
+    given = {"max_new_tokens": 8, "adapter_names": "style"}
+    found.append((es.generate(model, TOKENIZER, str(body["prompt"]), **given), 0))
+    return found
+
+
+def test_an_adapter_that_is_loaded_again_shares_no_rows_with_the_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, again, other, once_more, wanted = answers_of_reloaded(tmp_path)
+    assert first[1] == 0 < again[1], "the cache is on"
+    assert other[1] == 0 and once_more[1] == again[1]
+    assert first[0] == again[0] != other[0] == once_more[0] == wanted[0]
+    true = prefixes.key_of
+    monkeypatch.setattr(prefixes, "key_of", lambda one: true(one)._replace(resolved=()))
+    _, _, stale, *_ = answers_of_reloaded(tmp_path)
+    assert stale[1] > 0, "by its name alone it would have had them"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
+import shlex
 from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 
 import everystep as es
+from everystep.cli import main
 from everystep.config.named_strategies import NAMED
 from everystep.server.access import Keys, digest_of
 from everystep.server.chat_page import PAGE_PATHS, STRATEGIES
@@ -68,6 +72,22 @@ def test_the_page_asks_its_own_server_alone(server: Served) -> None:
         assert "unsafe" not in policy and "*" not in policy
         for word in ("http://", "https://", "innerHTML", "eval(", "localStorage", "cookie"):
             assert word not in answer.text, word
+
+
+def test_the_page_names_the_command_of_the_inspector(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it can be typed: the command line takes it, and holds a run on a page."""
+    (told,) = re.findall(r'<pre id="inspect"[^>]*>(.*?)</pre>', server.client.get("/").text)
+    name, *arguments = shlex.split(html.unescape(told))
+    assert (name, arguments[0]) == ("everystep", "inspect")
+    held: list[tuple[str, bool]] = []
+
+    def hold(_: Any, prompt: str, *__: Any, web: Any, **___: Any) -> None:
+        held.append((prompt, web[0]))
+
+    monkeypatch.setattr("everystep.cli.inspect.hold", hold)
+    assert main(arguments) == 0 and held == [("Hello", True)]
 
 
 def test_its_own_origin_may_ask_and_no_other(server: Served) -> None:

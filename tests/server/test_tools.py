@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from everystep.server.local import listening
 from everystep.testing.tokenizer import tiny_tokenizer
 from tests.clients.client import CLIENTS
 from tests.dialogue.templates import FORMS
-from tests.server.serving import LIMITS, Served, chunks_of, tiny
+from tests.server.serving import LIMITS, Served, chunks_of, joined, tiny
 
 ASKED = [{"role": "user", "content": "hello"}]
 TOOL = {
@@ -101,6 +102,65 @@ def test_a_streamed_call_joins_to_the_whole_one(server: Served) -> None:
     said = [delta[0] for delta in deltas if delta]
     assert said[0]["function"]["arguments"] == "" and said[0]["type"] == "function"
     assert all(set(delta) == {"index", "function"} for delta in said[1:])
+
+
+THINKING = [
+    ({"thinking_budget": 50}, "<think>\n"),
+    ({"tools": [TOOL]}, "<think>\n"),
+    ({"enable_thinking": True}, ""),  # the template has opened the thought itself
+]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("asked", "opening"), THINKING)
+def test_a_thought_is_told_apart(server: Served, asked: Any, opening: str, seed: int) -> None:
+    """A pattern makes the model think; whole and streamed its thought is no part of the text."""
+    pattern = rf"{opening}[ab]{{3}}\n</think>\n\n[cd]{{3}}"
+    body = {"messages": ASKED, "regex": pattern, "temperature": 1, "seed": seed, **asked}
+    (choice,) = server.post("/v1/chat/completions", **body, max_tokens=60).json()["choices"]
+    thought, said = choice["message"]["reasoning_content"], choice["message"]["content"]
+    assert re.fullmatch("[ab]{3}", thought) and re.fullmatch("[cd]{3}", said)
+    shape: Any = {"do_sample": True, "temperature": 1, "max_new_tokens": 60, "seed": seed}
+    wanted = es.chat(tiny(), TOKENIZER, ASKED, regex=pattern, **asked, **shape)
+    assert (thought, said) == (wanted.reasoning_content, wanted.message.content)
+    answer = server.post("/v1/chat/completions", **body, max_tokens=60, stream=True)
+    told = [
+        (name, delta[name])
+        for chunk in chunks_of(answer.text)
+        for delta in (chunk["choices"][0]["delta"],)
+        for name in ("reasoning_content", "content")
+        if delta.get(name)
+    ]
+    names = [name for name, _ in told]
+    assert names == sorted(names, reverse=True), "a thought comes before what is said"
+    assert len(told) > 2, "both come in pieces"
+    for name, whole in (("reasoning_content", thought), ("content", said)):
+        assert "".join(piece for own, piece in told if own == name) == whole
+
+
+def test_a_thought_that_nobody_asked_about_stays_in_the_text(server: Served) -> None:
+    pattern = r"<think>\n[ab]{3}\n</think>\n\n[cd]{3}"
+    body = {"messages": ASKED, "regex": pattern, "temperature": 1, "seed": 1, "max_tokens": 60}
+    (choice,) = server.post("/v1/chat/completions", **body).json()["choices"]
+    shape: Any = {"do_sample": True, "temperature": 1, "max_new_tokens": 60, "seed": 1}
+    wanted = str(es.chat(tiny(), TOKENIZER, ASKED, regex=pattern, **shape))
+    assert choice["message"]["content"] == wanted and re.fullmatch(pattern, wanted)
+    chunks = chunks_of(server.post("/v1/chat/completions", **body, stream=True).text)
+    assert joined(chunks) == wanted
+
+
+def test_openais_client_reads_a_streamed_thought(server: Served) -> None:
+    own: Any = {"base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 0}
+    more = {"regex": r"<think>\n[ab]{3}\n</think>\n\n[cd]{3}", "thinking_budget": 50}
+    asked: Any = {"model": "tiny", "messages": ASKED, "seed": 1, "extra_body": more}
+    with openai.OpenAI(**own) as client:
+        whole: Any = client.chat.completions.create(**asked).choices[0].message
+        deltas = [
+            one.choices[0].delta for one in client.chat.completions.create(**asked, stream=True)
+        ]
+    thoughts = [getattr(one, "reasoning_content", None) or "" for one in deltas]
+    assert "".join(thoughts) == whole.reasoning_content != ""
+    assert "".join(one.content or "" for one in deltas) == whole.content != ""
 
 
 def test_a_conversation_with_calls_and_results(server: Served) -> None:

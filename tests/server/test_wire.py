@@ -84,6 +84,24 @@ def test_each_chunk_counts_tokens_so_far(server: Served, path: str, last: bool) 
     )
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/chat/completions", {"messages": HELLO}),
+        ("/v1/messages", {"messages": HELLO, "model": "tiny"}),
+        ("/v1/responses", {"input": "hello"}),
+    ],
+)
+def test_nobody_between_keeps_a_stream_back(server: Served, path: str, asked: Any) -> None:
+    """Proxies hold answers back, and keep them for others, unless they are told not to."""
+    most = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    answer = server.post(path, **asked, **{most: 2}, stream=True)
+    assert answer.status_code == 200
+    assert answer.headers["cache-control"] == "no-cache"
+    assert answer.headers["x-accel-buffering"] == "no"
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"do_sample": True, "n": 2}])
 def test_an_answer_says_how_long_it_took(server: Served, path: str, how: Any) -> None:

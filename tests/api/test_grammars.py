@@ -363,3 +363,27 @@ def test_the_best_of_a_row_decide_as_whole_rows_do() -> None:
         assert found.tokens == run.result().tokens
         assert found.finish_reason.kind == "length" or follows(kind, found.text)
     assert "native" in wide.runs_on and reads == [64] * len(GRAMMARS)
+
+
+GROUPS: dict[str, Any] = {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5}
+
+
+@pytest.mark.parametrize(
+    "searched", [{}, {"num_beams": 2}, GROUPS], ids=["greedy", "beams", "groups"]
+)
+@pytest.mark.parametrize("alpha", [0.1, 1.0])
+def test_what_bans_all_that_is_plausible_leaves_what_else_is_allowed(
+    searched: dict[str, Any], alpha: float
+) -> None:
+    """Beside an amateur few tokens are plausible; others are looked for before anything is said."""
+    beside = {"amateur_model": model(3), "contrast_alpha": alpha, "max_new_tokens": 6, **searched}
+    (no, *_), banned = TOKENIZER.encode("no"), "no token is left that choices allows"
+    asked = {**beside, "bad_words_ids": [[no]]}
+    found = es.generate(model(), TOKENIZER, PROMPTS, choices=["no", "yes"], **asked)
+    assert found == ["yes"] * len(PROMPTS)
+    with pytest.raises(RequestError, match=banned):
+        es.generate(model(), TOKENIZER, PROMPTS, choices=["no"], **asked)
+    plain = es.generate(model(), TOKENIZER, PROMPTS, return_dict_in_generate=True, **beside)
+    bans = [[int(one.tokens[0])] for one in plain]
+    free = es.generate(model(), TOKENIZER, PROMPTS, bad_words_ids=bans, **beside)
+    assert all(free) and not any(map(str.__eq__, free, (one.text for one in plain)))

@@ -138,12 +138,21 @@ class Scored:
         every = self.scores.values
         at = on_device(every.device, rows)
         if any(sequence.request.processors for sequence in sequences):
-            seen = Rows(self.batch.table, sequences, lengths, chosen)
+            readout = self.groups[0].request.readout
+            narrows = readout is not None and readout.narrows
+            seen = Rows(self.batch.table, sequences, lengths, chosen, narrowed=narrows)
             left = apply(seen, Scores.of(every[at]), owned=True, stages=self.stages)
+            if narrows:
+                left, _ = self._readout().select(at).anew(seen, left, self.stages)
             every[at] = left.whole().values
         if self.sequels is not None:
             for row in rows.tolist():
                 self.sequels.force(every, row)
+
+    def _readout(self) -> _NarrowedReadout:
+        """What the scores were read of, with what narrows them."""
+        request = self.groups[0].request
+        return _NarrowedReadout(request, self.given, self.beside, self.early, self.allowed)
 
     def select(self, picked: Picked) -> Children:
         """The children of the sequences."""
@@ -207,6 +216,7 @@ def score(
         visible = np.array([sequence.visible for sequence in layout.follow], dtype=np.int64)
         seen = Rows(feeds.table, layout.of_rows(layout.sequences), visible)
         if request.readout is not None and request.readout.narrows:
+            seen = replace(seen, narrowed=True)
             allowed = allowed_tokens(seen, given.values)
     scores = mixed(request, given, beside, early, allowed)
     stages = None
@@ -219,7 +229,7 @@ def score(
         scores = Scores.of(scores.whole().values.clone())
     elif seen is not None:
         scores = apply(seen, scores, owned=scores is not given, stages=stages)
-        if request.readout is not None and request.readout.narrows:
+        if seen.narrowed:
             read = _NarrowedReadout(request, given, beside, early, allowed)
             scores, allowed = read.anew(seen, scores, stages)
     sequels = None
@@ -248,6 +258,13 @@ class _NarrowedReadout:
     early: Tensor | None
     allowed: Tensor | None
 
+    def select(self, at: Tensor) -> _NarrowedReadout:
+        """Return that of some of the rows."""
+        early = None if self.early is None else self.early[:, at]
+        allowed = None if self.allowed is None else self.allowed[at]
+        beside = [one[at] for one in self.beside]
+        return _NarrowedReadout(self.request, self.given.select(at), beside, early, allowed)
+
     def anew(
         self, rows: Rows, scores: Scores, stages: Stages | None
     ) -> tuple[Scores, Tensor | None]:
@@ -260,19 +277,19 @@ class _NarrowedReadout:
             return scores, self.allowed
         at = empty.nonzero()[:, 0]
         part, at = rows.select(at.numpy()), on_device(scores.values.device, at)
-        given = self.given.select(at)
-        allowed = apply(part, given).whole().values > -torch.inf
-        if self.allowed is not None:
-            allowed &= self.allowed[at]
-        beside = [one[at] for one in self.beside]
-        early = None if self.early is None else self.early[:, at]
-        again = mixed(self.request, given, beside, early, allowed)
+        own = self.select(at)
+        allowed = apply(part, own.given).whole().values > -torch.inf
+        if own.allowed is not None:
+            allowed &= own.allowed
+        again = mixed(self.request, own.given, own.beside, own.early, allowed)
         if stages is not None:
             stages.begin(part)
             stages.note(part, again, readout_name(self.request))
         values = scores.whole().values.clone()
         every = torch.ones_like(values, dtype=torch.bool) if self.allowed is None else self.allowed
         values[at] = apply(part, again, owned=True, stages=stages).whole().values
+        if (values[at] == -torch.inf).all(dim=-1).any():  # a processor may know why
+            apply(replace(rows, narrowed=False), Scores.of(values))
         return Scores.of(values), every.index_copy(0, at, allowed)
 
 

@@ -350,13 +350,16 @@ class Rows:
 
     `sequences[r]` owns row r; its first `lengths[r]` visible ids (pad prefix included) are the
     prefix. Drafted ids that a row already follows are part of it. `chosen`: (R, n) tokens that
-    were chosen beside each row in earlier rounds of this step, None in the first round.
+    were chosen beside each row in earlier rounds of this step, None in the first round. `narrowed`:
+    whether their scores are of plausible tokens alone, so that others are looked for where
+    processors leave none of these.
     """
 
     table: TokenTable
     sequences: list[Sequence]
     lengths: np.ndarray
     chosen: np.ndarray | None = None
+    narrowed: bool = False
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -373,7 +376,7 @@ class Rows:
     def select(self, indices: np.ndarray) -> Rows:
         chosen = [self.sequences[i] for i in indices]
         beside = None if self.chosen is None else self.chosen[indices]
-        return Rows(self.table, chosen, self.lengths[indices], beside)
+        return Rows(self.table, chosen, self.lengths[indices], beside, self.narrowed)
 
 
 Check = Callable[[np.ndarray, np.ndarray], list["FinishReason | None"]]

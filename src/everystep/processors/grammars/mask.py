@@ -121,8 +121,11 @@ class GrammarMask(Overwriting, Narrowing, Permitting):
     def _require_some(self, rows: Rows, masks: list[np.ndarray | None], scores: Tensor) -> None:
         """RequestError if a request has no row, of those without guesses, in which a token is left.
 
-        In a search some hypotheses may have none: they are not gone on with.
+        In a search some hypotheses may have none: they are not gone on with. Of narrowed scores
+        that is no last word.
         """
+        if rows.narrowed:
+            return
         lost = (scores.amax(dim=-1) == -math.inf).cpu().numpy()
         lost |= np.array([words is None for words in masks])
         if not lost.any():

@@ -26,8 +26,11 @@ from everystep.api.model import LanguageModel
 from everystep.errors import FileError, FormatError, UnsupportedError
 from everystep.models import convert_model
 from everystep.nn.norm import Norm
+from tests.adapters.making import write_folder
 from tests.adapters.test_kinds import READ, close, logits
 from tests.executors.models import narrow_model
+from tests.models.pictures import GREEDY, model_of, prompt_of, reference_of
+from tests.models.pictures import ROWS as ROWS_OF_PICTURES
 from tests.models.tiny import ours, reference_decoder, with_norms
 
 FORMS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -700,6 +703,40 @@ def test_an_adapter_of_another_model_is_refused() -> None:
         with pytest.raises((FormatError, UnsupportedError)):
             model.load_adapter(trained(form, name)[0], "a")
     assert model.adapters == ()
+
+
+def test_an_adapter_that_changes_the_tower_too_says_what_to_do(tmp_path: Path) -> None:
+    """All linear layers of a model that sees: the error names those of the tower, and both of what
+    it advises is PEFT's own forward."""
+    theirs, given = reference_of("qwen3_vl"), prompt_of(ROWS_OF_PICTURES["an image"])
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    made = shaken(quiet(lambda: peft.get_peft_model(copy.deepcopy(theirs), config).double()))
+    quiet(lambda: made.save_pretrained(tmp_path))
+    model = model_of(theirs)
+    with pytest.raises(UnsupportedError) as raised:
+        model.load_adapter(tmp_path, "a")
+    told = str(raised.value)
+    assert "other than a projection, a head or embeddings" in told and model.adapters == ()
+    assert "'model.visual.blocks.0.attn.proj' (one of 3)" in told and "more kinds" in told
+    assert "language_model" not in told  # what could be changed is not named
+    assert "Merge the adapter into the whole model" in told and "everystep.wrap" in told
+    with torch.no_grad():
+        wanted, plain = made(**given).logits, theirs(**given).logits
+        tokens = made.generate(**given, **GREEDY)
+    assert es.wrap(made).generate(**given, **GREEDY).tolist() == tokens.tolist()
+    merged = model_of(quiet(made.merge_and_unload))
+    assert close(merged(**given).logits, wanted) and not close(plain, wanted, 1e-2)
+
+
+def test_a_misspelled_projection_is_told_the_nearest(tmp_path: Path) -> None:
+    held = {
+        f"base_model.model.model.layers.0.self_attn.q_projs.lora_{side}.weight": torch.ones(3, 3)
+        for side in "AB"
+    }
+    model = LanguageModel(ours(base("tied")))
+    told = r"nearest is 'model\.layers\.0\.self_attn\.q_proj'.*wrap"
+    with pytest.raises(UnsupportedError, match=told):
+        model.load_adapter(write_folder(tmp_path, held), "a")
 
 
 def test_links_are_followed_to_files_and_to_nothing_else(tmp_path: Path) -> None:

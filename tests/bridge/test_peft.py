@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,60 @@ def test_adapters_are_asked_for_by_row() -> None:
         es.wrap(model).generate(ids, **given, adapter_names="casual")
     with pytest.raises(es.EverystepError, match="adapter_names does not fit"):
         es.wrap(model).generate(ids, **given, adapter_names=names[:2])
+
+
+FIXED: dict[str, Callable[[], Any]] = {
+    "loha": lambda: peft.LoHaConfig(r=2, target_modules=["q_proj"], init_weights=False),
+    "oft": lambda: peft.OFTConfig(oft_block_size=4, target_modules=["q_proj"], init_weights=False),
+    "ia3": lambda: peft.IA3Config(
+        target_modules=["q_proj"], feedforward_modules=[], init_ia3_weights=False
+    ),
+}
+"""Kinds that PEFT gives no row of its own; it ignores `adapter_names` for some of them."""
+
+
+def fixed_model(kind: str) -> Any:
+    """A model whose rows cannot choose among its adapters, with the call that makes none active."""
+    if kind == "mixed":
+        return mixed(copy.deepcopy(model_of("llama")))
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(4)
+        model = copy.deepcopy(model_of("llama"))
+        if kind == "injected":
+            model.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False), "lora")
+            return model
+        return peft.get_peft_model(model, FIXED[kind](), kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [("mixed", "lora, loha"), ("injected", "lora"), *((kind, kind) for kind in FIXED)],
+)
+def test_rows_that_cannot_choose_say_what_to_do(kind: str, names: str) -> None:
+    """Of a mixed model, of kinds other than LoRA, and of what transformers itself injects."""
+    model = fixed_model(kind).eval()
+    own, ids = es.wrap(model), torch.tensor([[5, 6, 7], [5, 6, 7]])
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8}
+    name = names.split(", ")[0]
+    told = (
+        rf"active take part in every row.*set_adapter on the module.*it has {names}\..*load_model"
+    )
+    asked: list[dict[str, Any]] = [
+        *({"adapter_names": one} for one in (name, "__base__", [name, None], "casual")),
+        {"adapters": {name: 1.0}},
+    ]
+    for one in asked:
+        with pytest.raises(es.EverystepError, match=told):
+            own.generate(ids, **given, **one)
+        with pytest.raises(es.EverystepError, match=told):
+            model_asked = {"max_new_tokens": 8, **one}
+            es.generate(own, None, [[5, 6, 7], [5, 6, 7]], **model_asked)
+    answer = own.can("model.generate", adapter_names=name)
+    assert not answer and "take part in every row" in answer.reason
+    # What the error advises: the active ones are in each row, until others are.
+    found = own.generate(ids, **given, adapter_names=[None, None]).tolist()
+    assert found == own.generate(ids, **given).tolist() == model.generate(ids, **given).tolist()
 
 
 def test_virtual_tokens_are_refused() -> None:

@@ -56,6 +56,29 @@ def test_commands_run_with_a_mix(folder: Path, call: Caller) -> None:
     assert figures["adapters"] == mix
 
 
+def test_lines_of_a_batch_file_ask_for_an_adapter(folder: Path, call: Caller) -> None:
+    """By the name that the command gives it; a line without it has the model as it is."""
+    beside = folder.parent
+    own = {"prompt": "the cat sat", "max_tokens": 8, "temperature": 0}
+    said = {"method": "POST", "url": "/v1/completions"}
+    asked = [{**own, "model": "terse"}, own]
+    lines = [{"custom_id": f"n{at}", **said, "body": body} for at, body in enumerate(asked)]
+    source, target = beside / "in.jsonl", beside / "out.jsonl"
+    source.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    line = ("run-batch", str(source), "-o", str(target), str(folder), "--threads", "1")
+    done = call(*line, "--adapter", f"terse={beside / 'terse'}")
+    assert done.code == 0 and "2 lines, 0 of them without an answer" in done.err
+    rows = [json.loads(one)["response"]["body"] for one in target.read_text().splitlines()]
+    model, tokenizer = es.load(folder)
+    model.load_adapter(beside / "terse", "terse")
+    given = {"max_new_tokens": 8, "do_sample": False}
+    wanted = [
+        es.generate(model, tokenizer, "the cat sat", adapter_names=name, **given)
+        for name in ("terse", None)
+    ]
+    assert [one["choices"][0]["text"] for one in rows] == wanted and wanted[0] != wanted[1]
+
+
 def test_a_conversation_runs_with_an_adapter(folder: Path, call: Caller) -> None:
     """Each turn of it, in the words of the library."""
     beside = folder.parent

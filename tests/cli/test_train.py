@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import everystep as es
 from everystep.train.callbacks import log_of
@@ -55,6 +58,47 @@ def test_an_adapter_is_made_that_other_commands_run_with(folder: Path, call: Cal
     assert adapted.rstrip("\n") == wanted.rstrip("\n")
     again = call(*line, "--steps", "20", "--output", str(beside / "mine"), "--resume").out
     assert "steps: 20" in again
+
+
+class Steps(es.TrainerCallback):
+    """Notes the steps of a run, and interrupts it in the middle of one, as Ctrl-C does."""
+
+    def __init__(self, last: int | None) -> None:
+        self.seen: list[int] = []
+        self._last = last
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.seen.append(state.global_step)
+        if state.global_step == self._last:
+            raise KeyboardInterrupt
+
+
+def test_a_run_that_was_interrupted_goes_on_to_the_bit(
+    folder: Path, call: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its checkpoint, and its adapter is that of a run that nothing stopped."""
+    beside, made = folder.parent, es.Trainer
+    files = ("--data", str(beside / "data.jsonl"), "--eval", str(beside / "eval.jsonl"))
+    line = ("train", *files, "--config", str(beside / "run.toml"), "-m", str(folder))
+    line += ("--steps", "20", "--batch-size", "1", "--output")
+
+    def told(output: Path, *more: str, last: int | None = None) -> tuple[int, list[int]]:
+        steps = Steps(last)
+        torch.manual_seed(3)  # with which a new adapter begins
+        monkeypatch.setattr(es, "Trainer", partial(made, callbacks=[steps]))
+        return call(*line, str(output), *more).code, steps.seen
+
+    assert told(beside / "whole") == (0, [*range(1, 21)])
+    code, seen = told(beside / "cut", last=13)
+    assert code != 0 and seen[-1] == 13
+    assert not (beside / "cut" / "adapter_model.safetensors").exists()
+    assert told(beside / "cut", "--resume") == (0, [*range(11, 21)])
+    found, wanted = (
+        (beside / one / "adapter_model.safetensors").read_bytes() for one in ("cut", "whole")
+    )
+    assert found == wanted
+    early = beside / "cut" / "checkpoint-10" / "adapter_model.safetensors"
+    assert early.read_bytes() != wanted  # it learned something after the checkpoint
 
 
 def test_an_adapter_goes_on_learning(folder: Path, call: Caller) -> None:

@@ -12,6 +12,8 @@ import torch
 
 import everystep as es
 from everystep.api.model import LanguageModel
+from everystep.engine.engine import Engine
+from everystep.engine.events import Event
 from everystep.errors import RequestError
 from everystep.testing.models import tiny_llama
 from everystep.train.checkpoints import checkpoints_in, keep_newest
@@ -73,6 +75,29 @@ def test_an_encoder_does_not_read_hidden_ids() -> None:
     one, other, as_text = (answer.logprobs.logprobs for answer in found if answer.logprobs)
     assert found[0].tokens == found[1].tokens and torch.allclose(one, other, atol=1e-6)
     assert found[0].tokens != found[2].tokens or not torch.allclose(one, as_text, atol=1e-4)
+
+
+def test_prompts_of_an_evaluation_share_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight answers of five tokens take about as many steps of the engine as one of them, and not
+    as many as all of them one by one."""
+    # Rows of one length, whose prompts have one to eight ids.
+    rows = [
+        {"input_ids": [*range(40 + one, 50 + one)], "labels": [*[-100] * one, *range(10 - one)]}
+        for one in range(1, 9)
+    ]
+    steps, step = 0, Engine.step
+
+    def counted(engine: Engine) -> list[Event]:
+        nonlocal steps
+        steps += 1
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", counted)
+    found = answered(tmp_path, rows)
+    assert [len(one.tokens) for one in found.generated] == [5] * 8
+    assert 5 <= steps < 10
 
 
 def test_what_should_come_is_what_is_labelled(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import termios
 import threading
@@ -55,6 +56,9 @@ def test_progress_is_what_the_run_did(tmp_path: Path, capsys: pytest.CaptureFixt
         name = "loss" if "loss" in one else "eval_loss"
         assert f"step {one['step']}: {name} {one[name]:.4g}" in told
     assert "one → " in told and "4/4" in told and "tokens/s" in told
+    # How long it took, how long it still takes, and the most memory so far.
+    shown = " ".join(told.split())
+    assert re.search(r"4/4 \d:\d\d:\d\d 0:00:00 [\d,]+ tokens/s, [\d.]+[kMG]B at most", shown)
     with pytest.warns(UserWarning, match="are trained on"):
         run.train()
     assert capsys.readouterr().out.count("4/4") == 1
@@ -117,17 +121,20 @@ from tests.train.runs import trainer
 
 class Waiting(es.TrainerCallback):
     def on_step_end(self, args, state, control, **given):
-        while state.global_step == 2:  # until the terminal interrupts it
+        while state.global_step == 3:  # until the terminal interrupts it
             pass
 
-trainer(Path(sys.argv[1]), max_steps=3, disable_tqdm=False, callbacks=[Waiting]).train()
+trainer(Path(sys.argv[1]), max_steps=4, disable_tqdm=False, callbacks=[Waiting]).train()
 """
 
 
 def test_a_terminal_is_usable_after_a_run_that_was_interrupted(tmp_path: Path) -> None:
     with on_terminal([sys.executable, "-c", RUN, str(tmp_path)]) as terminal:
         before = termios.tcgetattr(terminal.master)
-        terminal.until("1/3")  # callbacks of your own are told of a step first
+        terminal.until("2/4")  # callbacks of your own are told of a step first
+        terminal.until("at most", terminal.shown.count("at most") + 1)  # the whole line
+        plain = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", terminal.shown)
+        assert re.search(r"2/4 \d:\d\d:\d\d \d:\d\d:\d\d [\d,]+\s+tokens/s", plain)
         assert HIDDEN in terminal.shown and SHOWN not in terminal.shown
         terminal.type("\x03")  # Ctrl-C
         assert terminal.end() != 0

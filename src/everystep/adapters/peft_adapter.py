@@ -21,7 +21,7 @@ from everystep.adapters.adapter import HEAD, TABLE, Adapter
 from everystep.adapters.changes import AdapterChange, NormChange
 from everystep.adapters.peft_kinds import KINDS, AdaptedModule, AdapterKind, scale_patterns
 from everystep.adapters.peft_parts import PREFIX, AdapterPart, ExpertsPart, Twin, sorted_parts
-from everystep.adapters.targets import AdaptableParts, Target, parts_of, require_target
+from everystep.adapters.targets import AdaptableParts, Target, parts_of, require_targets
 from everystep.errors import FormatError, RequestError, UnsupportedError, shown
 from everystep.models import Model, refuse_copies
 from everystep.models.config import Fields
@@ -88,9 +88,8 @@ class AdapterPlan:
         _require_known(config, kind, transposed=transposed)
         left, parts = sorted_parts(names, config, model, known)
         shared, modules = _sorted(left, kind, alone=not parts)
-        found = tuple(
-            (require_target(known.maps, name, model), held) for name, held in modules.items()
-        )
+        targets = require_targets(known.maps, modules, model)
+        found = tuple(zip(targets, modules.values(), strict=True))
         for target, held in found:
             if target.part.transposed and not kind.turned:
                 what = f"a {kind.name} of a projection that lies transposed is not supported"

@@ -7,7 +7,7 @@ routers and experts of mixtures, and norms, which adapters hold as a whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,6 +27,11 @@ _PROJECTION = re.compile(r"layers\.\d+\.(qkv|out|up|down)\.weight")
 _ROUTER = re.compile(r"layers\.\d+\.experts\.router\.weight")
 _EXPERT = re.compile(r"layers\.\d+\.experts\.(up|down)\.\d+\.weight")
 _NORM = re.compile(r"(layers\.\d+\.(attention|mlp)(_post)?_norm|layers\.\d+\.[qk]_norm|norm)\.\w+")
+_KINDS_TOLD = 4
+_DO = (
+    "Merge the adapter into the whole model with the library that made it and load those weights, "
+    "or pass that library's model with the adapter to everystep.wrap"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,15 +191,30 @@ def parts_of(model: Model) -> AdaptableParts:
     )
 
 
-def require_target(targets: Targets, module: str, model: Model) -> Target:
-    """Return the map of a module; UnsupportedError where it is anything else."""
-    module = find_family(model.config.model_type).in_whole(module)
-    if module not in targets:
-        close = nearest(module, targets)
+def require_targets(targets: Targets, modules: Iterable[str], model: Model) -> tuple[Target, ...]:
+    """Return the maps of modules; UnsupportedError, which names all of those that are anything
+    else."""
+    family = find_family(model.config.model_type)
+    named = [family.in_whole(one) for one in modules]
+    if strangers := [one for one in named if one not in targets]:
+        close = nearest(strangers[0], targets) if len(strangers) == 1 else None
         raise UnsupportedError(
             "the adapter changes something other than a projection, a head or embeddings",
             wanted="attention and MLP projections, the head, the table of embeddings",
-            got=shown(module),
-            do=f"The nearest is {close!r}" if close else None,
+            got=_told(strangers),
+            do=f"The nearest is {close!r}. {_DO}" if close else _DO,
         )
-    return targets[module]
+    return tuple(targets[one] for one in named)
+
+
+def _told(modules: Iterable[str]) -> str:
+    """Return the names of modules for an error: of those that differ in numbers alone the first."""
+    kinds: dict[str, list[str]] = {}
+    for one in modules:
+        kinds.setdefault(re.sub(r"\d+", "*", one), []).append(one)
+    told = [
+        shown(held[0]) + (f" (one of {len(held)})" if len(held) > 1 else "")
+        for held in kinds.values()
+    ]
+    more = len(told) - _KINDS_TOLD
+    return ", ".join(told[:_KINDS_TOLD]) + (f" and {more} more kinds" if more > 0 else "")

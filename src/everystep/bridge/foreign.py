@@ -102,6 +102,12 @@ class Foreign:
         mixes = "_enable_peft_forward_hooks" in vars(type(tuner))  # those of LoRA alone
         return (NOBODY, *tuner.peft_config) if mixes and "adapter_names" in takes else ()
 
+    @property
+    def fixed_adapters(self) -> tuple[str, ...]:
+        """The adapters of a module whose rows cannot choose: those that are active change each."""
+        held: Any = getattr(self.module, "peft_config", None)
+        return tuple(held) if isinstance(held, Mapping) and not self.adapters else ()
+
     def call(self, given: Mapping[str, Any]) -> Any:
         """Return what the module returns for these arguments; with `at_rest` around it."""
         return self.forward({**given, "use_cache": True})

@@ -309,20 +309,40 @@ def _stranger(listed: object, belongs: Callable[[object], bool]) -> object:
     return next((one for one in each if not belongs(one)), listed)
 
 
-def read_adapters(names: object, mixes: object, known: Sequence[str]) -> Mix | list[Mix] | None:
+def read_adapters(
+    names: object, mixes: object, known: Sequence[str], fixed: Sequence[str] = ()
+) -> Mix | list[Mix] | None:
     """Return the adapters of all rows, or of each; None where nothing was said.
 
     `names`, `mixes`: what was passed as `adapter_names` and as `adapters`, which are read alike: a
     name, several, weights by name, "__base__" or None, or a list with one of these for each row.
-    RequestError for anything else, and for an adapter that the model does not have.
+    `fixed`: what a wrapped module has, and no row can choose. RequestError for anything else, and
+    for an adapter that the model does not have.
     """
     if names is not None and mixes is not None:
         what = "adapter_names and adapters both say which adapters a row has"
         raise RequestError(what, wanted="one of the two", got="both", do="Pass one of them")
     keyword, value = ("adapters", mixes) if names is None else ("adapter_names", names)
+    if fixed:
+        _require_nothing(keyword, value, fixed)
     if isinstance(value, list | tuple):
         return [_mix(keyword, one, known) for one in value]
     return None if value is None else _mix(keyword, value, known)
+
+
+def _require_nothing(keyword: str, value: object, fixed: Sequence[str]) -> None:
+    """Refuse whatever asks for an adapter, or for none; None leaves it to the module."""
+    asked = [*value] if isinstance(value, list | tuple) else [value]
+    if strangers := [one for one in asked if one is not None]:
+        raise RequestError(
+            f"{keyword} chooses adapters, and rows of this wrapped model cannot: those of its "
+            "adapters that are active take part in every row",
+            wanted=f"{keyword} left out",
+            got=shown(strangers[0]),
+            do=f"Call set_adapter on the module before the call; it has {', '.join(fixed)}. For "
+            "rows of their own, load the folders into a model of this library, with "
+            "everystep.load_model and model.load_adapter",
+        )
 
 
 def _mix(keyword: str, value: object, known: Sequence[str]) -> Mix:

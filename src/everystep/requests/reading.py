@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from everystep.adapters import Mix, read_steering
+from everystep.bridge.core import ForeignModel
 from everystep.config import FIELDS, ChatDefaults, Effective, merge_configs
 from everystep.errors import RequestError, shown
 from everystep.processors.grammars.source import KINDS
@@ -96,7 +97,7 @@ def read_options(
                 bool(beside.return_legacy_cache),
             ),
             prefix=read_prefix(objects.prefix),
-            adapters=read_adapters(objects.adapter_names, objects.adapters, subject.adapters),
+            adapters=_read_mixes(subject, objects),
             record=None if objects.record is None else record_writer(objects.record),
         )
     elif beside.return_legacy_cache:
@@ -112,6 +113,12 @@ def read_options(
     if changes := weight_changes(subject.core):
         options = replace(options, weight_changes=changes)
     return options
+
+
+def _read_mixes(subject: Subject, objects: Objects) -> Mix | list[Mix] | None:
+    core, known = subject.core, subject.adapters
+    fixed = core.foreign.fixed_adapters if isinstance(core, ForeignModel) else ()
+    return read_adapters(objects.adapter_names, objects.adapters, known, fixed)
 
 
 def _steered(subject: Subject, options: Options, steer: object) -> Options:

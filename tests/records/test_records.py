@@ -26,6 +26,7 @@ from everystep.records import (
     spelled,
     writer,
 )
+from tests.inspector.long_records import long_record
 
 RUN = {"type": "run", "run": "0", "prompt": [5, 6]}
 ROW: dict[str, Any] = {
@@ -218,6 +219,7 @@ def fork_of(parent: int, name: int) -> bytes:
     return b'{"type":"fork","run":"%d","parent":"%d"}\n' % (name, parent)
 
 
+SMALL = b'{"of":0,"at":0,"ids":[],"logits":[],"totals":[0,0],"entropies":[0,0]}'
 HOSTILE: dict[str, bytes] = {
     "forks of many ids": begun(FORKED, *(fork_of(0, name) for name in range(1, 500))),
     "a chain of forks": begun(FORKED, *(fork_of(name, name + 1) for name in range(500))),
@@ -249,7 +251,24 @@ HOSTILE: dict[str, bytes] = {
             for index in range(11)
         )
     ),
-    "steps": begun(
+    "rows": begun(
+        *(
+            b'{"type":"step","run":"0","step":%d,"rows":[%b]}\n'
+            % (number, b",".join([SMALL] * 1_000))
+            for number in range(8)
+        )
+    ),
+    "drafts": begun(
+        *(
+            b'{"type":"step","run":"0","step":%d,"drafts":[%b[0,[],0]]}\n'
+            % (number, b"[0,[],0]," * 4_000)
+            for number in range(12)
+        )
+    ),
+    "short steps": begun(
+        *(b'{"type":"step","run":"0","step":%d,"rows":[]}\n' % number for number in range(20_000))
+    ),
+    "children": begun(
         *(
             b'{"type":"step","run":"0","step":%d,"children":[%b[0,0,[],0,null]]}\n'
             % (number, b"[0,0,[],0,null]," * 3_000)
@@ -307,6 +326,19 @@ def test_what_any_record_may_take_is_not_counted_twice(
     monkeypatch.setattr(reader, "MORE_MEMORY", 1)
     with pytest.raises(FormatError, match="too much memory"):
         read_record(tmp_path / "a")
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+def test_what_the_library_writes_is_far_from_too_much(
+    beams: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "MOST_MEMORY", 2**20)
+    long_record(tmp_path / "a.gz", 1_500 // beams, beams)
+    whole = read_record(tmp_path / "a.gz").runs["0"]
+    assert len(whole.steps) == 1_500 // beams
+    monkeypatch.setattr(reader, "MORE_MEMORY", 0)
+    with pytest.raises(FormatError, match="too much memory"):
+        read_record(tmp_path / "a.gz")
 
 
 def test_a_fork_has_the_choices_that_its_ids_were_made_by(tmp_path: Path) -> None:

@@ -31,9 +31,9 @@ MOST_MEMORY = 2**31
 MORE_MEMORY = 16
 """Bytes that it may take beyond these for each byte of its file, as far as that was read."""
 MOST_DEPTH = 12
-_VALUE_OF_STEP, _VALUE, _RUN, _SEQUENCE = 32, 64, 1024, 256
-"""Bytes of memory for a value of a step, where most are packed, for one of another line or one that
-a fork copies, which a page makes more of, for a run, and for a sequence of it."""
+_VALUE, _RUN, _SEQUENCE, _STEP, _ROW, _PART = 64, 1024, 256, 256, 768, 128
+"""Bytes of memory for a value of a line or one that a fork copies, which a page makes more of; for
+a run and a sequence of it; for a step, a row of it, and a child or a draft of it."""
 _BLOCK = 2**16
 _GZIP = b"\x1f\x8b"
 _MOST_SHOWN_RUNS = 4
@@ -632,8 +632,7 @@ def _read(record: Record, line: Mapping[str, Json], data: bytes, count: int) -> 
     """
     kind = str(line.get("type"))
     if kind == "step":
-        _step(record, line, data)
-        return _VALUE_OF_STEP * (count + 2)
+        return _step(record, line, data)
     if kind not in _READERS:
         record.cut |= kind == "cut"
         record.others.add(data)
@@ -669,11 +668,12 @@ def _spelling(record: Record, line: Mapping[str, Json]) -> None:
         record.texts[int(id)] = raw
 
 
-def _step(record: Record, line: Mapping[str, Json], data: bytes) -> None:
+def _step(record: Record, line: Mapping[str, Json], data: bytes) -> int:
+    """Take a step, most of which stays packed, and return how much memory the rest takes."""
     run = _run_of(record, line)
     number = _whole(line["step"])
     if run.steps and number <= run.steps[-1].number:
-        return  # written twice, around an interrupt
+        return 0  # written twice, around an interrupt
     _fed(line)  # judged now; see RecordedStep
     spent = sum(_seconds(line).values())
     place = record.packed.add(data)
@@ -694,6 +694,9 @@ def _step(record: Record, line: Mapping[str, Json], data: bytes) -> None:
     )
     run.steps.append(step)
     run.choices += bool(step.rows)
+    parts = [*(one.ids for one in step.children), *(one.ids for one in step.drafts)]
+    ids = sum(map(len, parts))
+    return _STEP + _ROW * len(step.rows) + _PART * len(parts) + _VALUE * ids
 
 
 def _fed(line: Mapping[str, Json]) -> tuple[Fed, ...]:

@@ -14,8 +14,9 @@ import torch
 
 import everystep as es
 from everystep.api.model import LanguageModel
+from everystep.engine import recording, watching
 from everystep.errors import EverystepError, RequestError, UnsupportedError
-from everystep.records import Record, RecordWriter, read_record
+from everystep.records import Record, RecordWriter, read_record, writer
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 
@@ -220,6 +221,35 @@ def test_processors_of_the_caller_run_once(model: LanguageModel, tmp_path: Path)
     assert calls == before
     (run,) = read_record(tmp_path / "a").runs.values()
     assert [row.stages[0].name for row in run.rows().values()] == ["counted"] * 4
+
+
+def test_without_a_record_nobody_looks_and_nothing_is_written(
+    model: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def told(kind: type, name: str) -> None:
+        begin = kind.__init__  # type: ignore[misc]
+
+        def noted(self: Any, *args: Any, **more: Any) -> None:
+            made.append(name)
+            begin(self, *args, **more)
+
+        monkeypatch.setattr(kind, "__init__", noted)
+
+    told(watching.Watch, "look")
+    told(recording.StepSeen, "step")
+    told(recording.HeldOfStep, "scores")
+    told(RecordWriter, "writer")
+    told(writer.ThreadPoolExecutor, "thread")
+    for asked in ASKED.values():
+        es.generate(model, TOKENIZER, "ab", max_new_tokens=3, **asked)
+    run = es.open(model, TOKENIZER, "ab", max_new_tokens=3, eos_token_id=None)
+    next(run), next(run.fork())
+    run.result()
+    assert made == []
+    es.generate(model, TOKENIZER, "ab", max_new_tokens=3, record=tmp_path / "a")
+    assert {*made} == {"look", "step", "scores", "writer", "thread"}
 
 
 def test_a_draw_from_the_global_generator_stays(model: LanguageModel, tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import http.client
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -206,6 +208,32 @@ def test_a_page_is_served_until_it_is_interrupted(record: Path) -> None:
         connection = http.client.HTTPConnection(found[1], timeout=30)
         connection.request("GET", "/document", headers={"Authorization": f"Bearer {found[2]}"})
         assert b'"runs"' in connection.getresponse().read()
+        connection.close()
+        terminal.type("\x03")
+        assert terminal.end() == 130
+
+
+def test_a_prompt_opens_a_live_page(folder: Path) -> None:
+    command = everystep("inspect", "--prompt", "ab", "--web", "--model", str(folder), *LIVE)
+    with on_terminal(command, columns=150) as terminal:
+        terminal.until("Ctrl-C ends the page")
+        found = re.search(r"http://(127\.0\.0\.1:\d+)/#token=([\w-]{43})", terminal.shown)
+        assert found is not None
+        connection = http.client.HTTPConnection(found[1], timeout=30)
+        key = {"Authorization": f"Bearer {found[2]}", "Content-Type": "application/json"}
+
+        def document() -> dict[str, Any]:
+            connection.request("GET", "/document", headers=key)
+            answer: dict[str, Any] = json.loads(connection.getresponse().read())
+            return answer
+
+        before = document()
+        assert before["asks"] and not before["live"]["done"]
+        connection.request("POST", "/obey", b'{"line": "step 2"}', key)
+        answer = connection.getresponse()
+        assert answer.status == 200 and answer.read()
+        (run,) = document()["runs"]
+        assert run["steps"] == 2 and len(run["sequences"]["0"]) == 2
         connection.close()
         terminal.type("\x03")
         assert terminal.end() == 130

@@ -13,10 +13,13 @@ import torch
 
 import everystep as es
 from everystep.api.model import LanguageModel
+from everystep.engine import recording
 from everystep.engine.recorded_scores import HeldScores, Summary, best_of
 from everystep.engine.recording import RunRecorder
 from everystep.records import RecordWriter, read_record
 from everystep.testing.models import tiny_llama
+from everystep.testing.tokenizer import tiny_tokenizer
+from everystep.text.digest import tokenizer_digest
 from everystep.types import Scores
 
 
@@ -135,3 +138,93 @@ def test_natively_a_record_has_whole_rows_where_the_best_decide(name: str, tmp_p
         if name == "greedy":
             assert abs(end.rank - int((whole > whole[99]).sum())) <= 2
             assert row.ranks == (0, 0) and row.stages == ()
+
+
+def test_candidates_are_the_best_before_and_after_every_stage(tmp_path: Path) -> None:
+    """Each processor prefers other tokens, and a sort of the whole row says which are the best."""
+    noise = torch.from_numpy(np.random.default_rng(4).normal(0, 3, 320).astype(np.float32))
+    whole: list[torch.Tensor] = []
+
+    def reversed_order(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        whole.append(scores[0].clone())
+        return -scores
+
+    def noisy(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + noise
+
+    model, file = tiny_llama(seed=3, vocab_size=320, dtype=torch.float32), tmp_path / "a.jsonl"
+    given: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 15, "seed": 2}
+    own = {"logits_processor": [reversed_order, noisy], "max_new_tokens": 6, "eos_token_id": None}
+    es.generate(model, None, [5, 6, 7], **given, **own, record=file)
+    rows = read_record(file).runs["0"].rows()
+    assert len(rows) == len(whole) == 6
+    for at, logits in enumerate(whole):
+        heated = (noise - logits) / np.float32(0.8)
+        kept = torch.full_like(heated, -torch.inf)
+        kept[heated.topk(15).indices] = heated.topk(15).values
+        stages = [-logits, noise - logits, heated, kept]
+        row, best = rows[at], [one.topk(10).indices.tolist() for one in (logits, *stages)]
+        assert len({tuple(one) for one in best}) == 3  # heat and top-k leave the best as they are
+        every = [id for one in reversed(best) for id in one]
+        assert row.ids == tuple(dict.fromkeys([*every, row.chosen]))
+        for stage, scores in zip(row.stages, stages, strict=True):
+            said = [-torch.inf if one is None else one for one in stage.values]
+            assert said == pytest.approx([float(scores[id]) for id in row.ids], abs=1e-5)
+        assert [stage.removed for stage in row.stages] == [0, 0, 0, 305]
+
+
+def test_a_record_says_what_decided_in_its_order_and_who_spells(tmp_path: Path) -> None:
+    model, tokenizer = tiny_llama(seed=3, vocab_size=320), tiny_tokenizer(320)
+    file = tmp_path / "a.jsonl"
+    given = {"do_sample": True, "min_p": 0.01, "top_p": 0.9, "top_k": 5, "temperature": 0.8}
+    stops = {"eos_token_id": [2, 3], "stop_strings": ["zz"], "max_time": 60.0}
+    more = {"bad_words_ids": [[5]], "repetition_penalty": 1.2, "max_new_tokens": 2}
+    es.generate(model, tokenizer, "ab", **given, **stops, **more, record=file)
+    record = read_record(file)
+    assert record.header["model"] == model.digest()
+    assert record.header["tokenizer"] == tokenizer_digest(tokenizer)
+    assert record.header["tokenizer"] != tokenizer_digest(tiny_tokenizer(319))
+    about: dict[str, Any] = {**record.runs["0"].about}
+    assert [name for name, _ in about["processors"]] == [
+        "RepetitionPenaltyLogitsProcessor",
+        "NoBadWordsLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "MinPLogitsWarper",
+    ]
+    assert [said for _, said in about["processors"]][
+        2
+    ] == "TemperatureLogitsWarper(temperature=0.8)"
+    kinds = [said.partition("(")[0] for said in about["stops"]]
+    assert kinds == ["MaxLength", "MaxTime", "StopStrings", "EosToken"]
+    es.generate(model, None, [70, 71], max_new_tokens=1, record=file)
+    assert read_record(file).header["tokenizer"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("most", "mask", "prompt", "left_out", "first"),
+    [
+        (9, [0, 0, 1, 1, 1], [0, 0, 70, 71, 72], 0, -2),
+        (9, [1, 1, 1, 1, 1], [0, 0, 70, 71, 72], 0, 0),
+        (2, [0, 0, 1, 1, 1], [71, 72], 3, 1),
+        (2, [1, 1, 1, 1, 1], [71, 72], 3, 3),
+    ],
+)
+def test_the_first_recorded_id_of_a_prompt_has_its_position(
+    most: int,
+    mask: list[int],
+    prompt: list[int],
+    left_out: int,
+    first: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is hidden before a prompt has negative positions, and what is left out moves them."""
+    monkeypatch.setattr(recording, "_MOST_PROMPT", most)
+    model, ids = tiny_llama(seed=3, vocab_size=320), torch.tensor([[0, 0, 70, 71, 72]])
+    given = {"attention_mask": torch.tensor([mask]), "max_new_tokens": 1, "eos_token_id": None}
+    model.generate(ids, **given, record=tmp_path / "a")
+    about = read_record(tmp_path / "a").runs["0"].about
+    assert (about["prompt"], about["left_out"]) == (prompt, left_out)
+    assert (about["first_position"], about["positions"]) == (first, sum(mask))

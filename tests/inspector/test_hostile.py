@@ -3,6 +3,7 @@ file and on that of a server nothing of them runs, and nobody is asked for anyth
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 from collections.abc import Callable, Iterator
@@ -63,13 +64,25 @@ MODEL = tiny_llama(vocab_size=320, hidden_size=16, dtype=torch.float32)
 TOKENIZER = tiny_tokenizer(320)
 
 
+HALVES = (b"\xe2\x80", b"\xf0\x9f\x98", b"\xff<", b"\xc3")
+"""Bytes that begin a character and do not end it, or are none."""
+
+
+def halved(attack: str, id: int) -> str | dict[str, str]:
+    """The attack, of every other id between bytes that are no text."""
+    if id % 2:
+        return attack
+    half = HALVES[id // 2 % len(HALVES)]
+    return {"base64": base64.b64encode(half + attack.encode() + half).decode()}
+
+
 def attacked(line: dict[str, Any], attack: Callable[[], str]) -> dict[str, Any]:
     """A line of a record whose texts are all attacks."""
     kind = line["type"]
     if kind == "record":
         line |= {name: attack() for name in ("model", "tokenizer", "everystep")}
     elif kind == "spelling":
-        line["texts"] = {id: attack() for id in line["texts"]}
+        line["texts"] = {id: halved(attack(), int(id)) for id in line["texts"]}
     elif kind == "run":
         line |= {name: attack() for name in ("strategy", "readout", "drafter")}
         line["processors"] = [[attack(), attack()] for _ in line["processors"]]
@@ -210,6 +223,44 @@ def test_nothing_of_two_records_runs(files: dict[str, Path], browser: Browser) -
         )
         assert len(texts_of(browser, "#comparison td button")) > 8
         unharmed(browser, "everystep inspect")
+
+
+GIANT = 900_000
+
+
+@needs_chromium
+@pytest.mark.parametrize("served", [False, True])
+def test_nothing_of_a_giant_text_runs(
+    served: bool, files: dict[str, Path], browser: Browser, tmp_path: Path
+) -> None:
+    """It is shown whole, as the text of the first token of the answer."""
+    lines = [*map(json.loads, files["sampled"].read_text().splitlines())]
+    first = next(line["ids"][0] for line in lines if line["type"] == "tokens")
+    attack = "".join(ATTACKS)
+    text = (attack * (GIANT // len(attack.encode()) + 1)).encode()[:GIANT].decode(errors="ignore")
+    lines.append({"type": "spelling", "texts": {str(first): text}})
+    file = tmp_path / "giant.jsonl"
+    file.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in lines))
+    raw, record = RawRecord.of(file), read_record(file)
+    assert raw.spell(first) != RawRecord.of(files["sampled"]).spell(first)
+
+    def look(title: str) -> None:
+        assert texts_of(browser, "#tokens span")[0] == raw.spell(first)
+        tab_to(browser, "tokens")
+        browser.press("Home")
+        browser.until("document.querySelector('#step h2').textContent.startsWith('Token 0:')")
+        assert texts_of(browser, "#step h2") == [f"Token 0: {raw.spell(first)}"]
+        unharmed(browser, title)
+
+    if served:
+        with PageServer(Reading(("giant", record))) as server:
+            browser.visit(server.url, READY)
+            look("everystep inspect")
+    else:
+        write_page(record, tmp_path / "page.html", "hostile")
+        browser.open(tmp_path / "page.html", READY)
+        look("hostile")
+        assert browser.requests == [(tmp_path / "page.html").as_uri()]
 
 
 HEADERS = {

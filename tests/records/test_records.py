@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from everystep.records import (
     spelled,
     writer,
 )
+from tests.inspector.long_records import long_record
 
 RUN = {"type": "run", "run": "0", "prompt": [5, 6]}
 ROW: dict[str, Any] = {
@@ -203,6 +205,178 @@ def test_unknown_fields_and_lines_are_kept(tmp_path: Path) -> None:
     record = read_record(path)
     assert record.runs["0"].steps[0].line["weather"] == "mild"
     assert record.others == [{"type": "song", "run": 1}]
+
+
+FORKED = b'{"type":"tokens","run":"0","index":0,"at":0,"ids":[%b1]}\n' % (b"7," * 9_999)
+
+
+def begun(*lines: bytes) -> bytes:
+    """A record of one run without a prompt, and these lines."""
+    return b"".join((HEADER, b'{"type":"run","run":"0","prompt":[]}\n', *lines))
+
+
+def fork_of(parent: int, name: int) -> bytes:
+    return b'{"type":"fork","run":"%d","parent":"%d"}\n' % (name, parent)
+
+
+SMALL = b'{"of":0,"at":0,"ids":[],"logits":[],"totals":[0,0],"entropies":[0,0]}'
+HOSTILE: dict[str, bytes] = {
+    "forks of many ids": begun(FORKED, *(fork_of(0, name) for name in range(1, 500))),
+    "a chain of forks": begun(FORKED, *(fork_of(name, name + 1) for name in range(500))),
+    "forks of many values": begun(
+        b'{"type":"set","run":"0","at":0,"values":{}}\n' * 2_000,
+        *(fork_of(0, name) for name in range(1, 500)),
+    ),
+    "forks of many sequences": begun(
+        *(
+            b'{"type":"tokens","run":"0","index":%d,"at":0,"ids":[]}\n' % index
+            for index in range(500)
+        ),
+        *(fork_of(0, name) for name in range(1, 500)),
+    ),
+    "runs": begun(*(b'{"type":"run","run":"%d","prompt":[]}\n' % name for name in range(1, 4_000))),
+    "lists in runs": begun(
+        *(
+            b'{"type":"run","run":"%d","prompt":[],"x":[%b1]}\n' % (name, b"[]," * 10_000)
+            for name in range(1, 12)
+        )
+    ),
+    "values": begun(
+        b'{"type":"set","run":"0","at":0,"values":{"a":[%b1]}}\n' % (b"{}," * 10_000) * 11
+    ),
+    "ends": begun(
+        *(
+            b'{"type":"end","run":"0","index":%d,"kind":"","length":1,"matched":[%b1]}\n'
+            % (index, b"[]," * 10_000)
+            for index in range(11)
+        )
+    ),
+    "rows": begun(
+        *(
+            b'{"type":"step","run":"0","step":%d,"rows":[%b]}\n'
+            % (number, b",".join([SMALL] * 1_000))
+            for number in range(8)
+        )
+    ),
+    "drafts": begun(
+        *(
+            b'{"type":"step","run":"0","step":%d,"drafts":[%b[0,[],0]]}\n'
+            % (number, b"[0,[],0]," * 4_000)
+            for number in range(12)
+        )
+    ),
+    "short steps": begun(
+        *(b'{"type":"step","run":"0","step":%d,"rows":[]}\n' % number for number in range(20_000))
+    ),
+    "children": begun(
+        *(
+            b'{"type":"step","run":"0","step":%d,"children":[%b[0,0,[],0,null]]}\n'
+            % (number, b"[0,0,[],0,null]," * 3_000)
+            for number in range(20)
+        )
+    ),
+}
+ALLOWED = 2**22
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_short_lines_that_take_much_memory_are_refused_in_time(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "MOST_MEMORY", ALLOWED)
+    (tmp_path / "a").write_bytes(gzip.compress(HOSTILE[kind]))
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError, match="too much memory, up to line"):
+            read_record(tmp_path / "a")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * ALLOWED
+
+
+@pytest.mark.parametrize("line", [b"{}", b'{"type":"cut"}', b'{"x":[[],[],[],[],{"a":{}}]}'])
+def test_lines_of_unknown_kinds_stay_small(line: bytes, tmp_path: Path) -> None:
+    count = 150_000 // len(line)
+    (tmp_path / "a").write_bytes(gzip.compress(HEADER + (line + b"\n") * count))
+    tracemalloc.start()
+    try:
+        record = read_record(tmp_path / "a")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(record.others) == count and peak < 3_000_000
+    assert all(one == json.loads(line) for one in record.others)
+    assert record.others[-2:] == [json.loads(line)] * 2
+    assert record.cut is (b"cut" in line)
+
+
+def test_what_any_record_may_take_is_not_counted_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another file in its place begins from nothing, and each line is counted once."""
+    monkeypatch.setattr(reader, "MOST_MEMORY", 0)
+    monkeypatch.setattr(reader, "MORE_MEMORY", 64)
+    growing = reader.GrowingRecord(written(tmp_path / "a"))
+    for _ in range(3):
+        growing.read()
+        written(tmp_path / "a", [*LINES, *[TOKENS] * 20])
+        growing.read()
+        written(tmp_path / "a")
+    monkeypatch.setattr(reader, "MORE_MEMORY", 1)
+    with pytest.raises(FormatError, match="too much memory"):
+        read_record(tmp_path / "a")
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+def test_what_the_library_writes_is_far_from_too_much(
+    beams: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "MOST_MEMORY", 2**20)
+    long_record(tmp_path / "a.gz", 1_500 // beams, beams)
+    whole = read_record(tmp_path / "a.gz").runs["0"]
+    assert len(whole.steps) == 1_500 // beams
+    monkeypatch.setattr(reader, "MORE_MEMORY", 0)
+    with pytest.raises(FormatError, match="too much memory"):
+        read_record(tmp_path / "a.gz")
+
+
+def test_a_fork_has_the_choices_that_its_ids_were_made_by(tmp_path: Path) -> None:
+    """Neither those that its parent makes later nor those of ids that were not final."""
+
+    def step(run: str, number: int, at: int, chosen: int) -> dict[str, Any]:
+        row = {**ROW, "at": at, "chosen": chosen}
+        return {**STEP, "run": run, "step": number, "rows": [row]}
+
+    def tokens(run: str, at: int, *ids: int) -> dict[str, Any]:
+        return {**TOKENS, "run": run, "at": at, "ids": ids}
+
+    def fork(name: str, parent: str) -> dict[str, Any]:
+        return {"type": "fork", "run": name, "parent": parent}
+
+    lines = [RUN, step("0", 1, 0, 3), step("0", 2, 1, 4), step("0", 3, 2, 5), tokens("0", 0, 3, 4)]
+    lines += [fork("1", "0"), fork("2", "1"), step("0", 4, 0, 6)]
+    lines += [{"type": "edit", "run": "2", "at": 1, "ids": [9, 9], "given": [1, 2]}]
+    lines += [fork("3", "2"), step("1", 5, 2, 7), tokens("1", 2, 7), fork("4", "1")]
+    record = read_record(written(tmp_path / "a", lines))
+    chosen = {
+        name: {at: row.chosen for at, row in run.rows().items()}
+        for name, run in record.runs.items()
+    }
+    assert chosen == {
+        "0": {0: 6, 1: 4, 2: 5},
+        "1": {0: 3, 1: 4, 2: 7},
+        "2": {0: 3, 1: 4},
+        "3": {0: 3, 1: 4},
+        "4": {0: 3, 1: 4, 2: 7},
+    }
+    for name, run in record.runs.items():
+        one_by_one = {at: row.chosen for at in range(4) if (row := run.row_at(at)) is not None}
+        assert one_by_one == chosen[name]
+        assert run.rows(1) == {} and run.row_at(0, 1) is None
+    assert record.runs["4"].row_at(0) is record.runs["0"].steps[0].rows[0]
+    assert record.runs["3"].parent == ("2", 3) and record.runs["3"].tokens == {0: [3, 9, 9]}
+    assert record.runs["3"].given == {1, 2} and record.runs["1"].given == set()
 
 
 def leaves(value: Any) -> Iterator[str]:

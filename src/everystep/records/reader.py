@@ -12,7 +12,6 @@ import html
 import json
 import math
 import zlib
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
@@ -21,15 +20,21 @@ from typing import BinaryIO
 
 from everystep.errors import FormatError
 from everystep.files.opening import as_path, open_regular
+from everystep.records.packed_lines import Json, KeptLines, PackedLines
 from everystep.records.record_lines import MOST_LINE, VERSION
 from everystep.shown import marked
 
 MOST_READ = 2**31
 """Bytes that are read of a record at most, after decompression."""
+MOST_MEMORY = 2**31
+"""Bytes of memory that any record may take at most."""
+MORE_MEMORY = 16
+"""Bytes that it may take beyond these for each byte of its file, as far as that was read."""
 MOST_DEPTH = 12
+_VALUE, _RUN, _SEQUENCE, _STEP, _ROW, _PART = 64, 1024, 256, 256, 768, 128
+"""Bytes of memory for a value of a line or one that a fork copies, which a page makes more of; for
+a run and a sequence of it; for a step, a row of it, and a child or a draft of it."""
 _BLOCK = 2**16
-_PACKED = 2**16
-"""Bytes of lines that are compressed together, at least."""
 _GZIP = b"\x1f\x8b"
 _MOST_SHOWN_RUNS = 4
 _MOST_SHOWN_TOKENS = 2000
@@ -43,7 +48,6 @@ _SHARES = (
 )
 """How a token of a share above these is underlined."""
 Number = float | None
-Json = object
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,43 +77,6 @@ class EndToken:
     logit: Number
     score: Number
     rank: int
-
-
-class PackedLines:
-    """The lines of steps, compressed by blocks, of which the one asked for last is unpacked.
-
-    A step of one row takes about a third of a kilobyte here, and 17 as objects.
-    """
-
-    def __init__(self) -> None:
-        self._firsts: list[int] = []  # the place of each block's first line
-        self._blocks: list[bytes] = []
-        self._open: list[bytes] = []
-        self._count = self._size = 0
-        self._unpacked: tuple[int, list[Mapping[str, Json]]] = (-1, [])
-
-    def add(self, data: bytes) -> int:
-        """Keep a line that is JSON, and return its place."""
-        self._open.append(data)
-        self._count, self._size = self._count + 1, self._size + len(data)
-        if self._size > _PACKED:
-            self._firsts.append(self._count - len(self._open))
-            self._blocks.append(zlib.compress(b",".join(self._open), 1))
-            self._open, self._size = [], 0
-        return self._count - 1
-
-    def line(self, place: int) -> Mapping[str, Json]:
-        """Return the line at a place."""
-        first = self._count - len(self._open)
-        if place >= first:
-            return _object(json.loads(self._open[place - first]))
-        block = bisect_right(self._firsts, place) - 1
-        unpacked = self._unpacked  # another thread may put another block there
-        if unpacked[0] != block:
-            text = zlib.decompress(self._blocks[block])
-            unpacked = block, json.loads(b"[%b]" % text)
-            self._unpacked = unpacked
-        return unpacked[1][place - self._firsts[block]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -262,14 +229,24 @@ class RecordedEnd:
     length: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """The place where a fork began: the run whose choices it goes on from, after how many of its
+    steps, and how long each sequence was."""
+
+    run: RecordedRun = field(repr=False, compare=False)
+    steps: int
+    lengths: Mapping[int, int]
+
+
 @dataclass(slots=True)
 class RecordedRun:
     """One run. `about`: its line, all that was decided before the first step. `choices`: how many
     of its steps chose something. `tokens`: the ids of each sequence by its index. `given`:
     positions whose ids were not chosen. `parent`: the run that it goes on from, and after how many
-    ids. `changes`: what was set, and after how many ids. `before`: of a fork, the choices that its
-    tokens were made by before it, by sequence and position. `settled`: after how many steps how
-    many ids of a sequence were final: (steps, index, length)."""
+    ids. `changes`: what was set, and after how many ids. `settled`: after how many steps how many
+    ids of a sequence were final: (steps, index, length). A fork shares the choices before it with
+    its parent: a line of sixty bytes must not copy as many as somebody likes."""
 
     name: str
     about: Mapping[str, Json]
@@ -281,21 +258,51 @@ class RecordedRun:
     ends: list[RecordedEnd] = field(default_factory=list)
     parent: tuple[str, int] | None = None
     changes: list[tuple[int, Mapping[str, Json]]] = field(default_factory=list)
-    before: dict[int, dict[int, RecordedRow]] = field(default_factory=dict, repr=False)
     settled: list[tuple[int, int, int]] = field(default_factory=list, repr=False)
+    _origin: _Origin | None = field(default=None, repr=False)
 
     def row_at(self, position: int, index: int = 0) -> RecordedRow | None:
         """Return the last choice of what stands at this position; None where it was given."""
-        for step in reversed(self.steps):
-            for row in step.rows:
+        for step, length in self._choices(index):
+            for row in step.rows if position < length else ():
                 if row.at == position and row.of == index:
                     return row
-        return self.before.get(index, {}).get(position)
+        return None
 
     def rows(self, index: int = 0) -> dict[int, RecordedRow]:
         """Return the last choice at every position of a sequence."""
-        own = {row.at: row for step in self.steps for row in step.rows if row.of == index}
-        return {**self.before.get(index, {}), **own}
+        return {
+            row.at: row
+            for step, length in reversed([*self._choices(index)])
+            for row in step.rows
+            if row.of == index and row.at < length
+        }
+
+    def _choices(self, index: int) -> Iterator[tuple[RecordedStep, float]]:
+        """Yield the steps that a sequence was made by, the last one first, those before a fork
+        included; with the length up to which their choices count."""
+        run, count, length = self, len(self.steps), math.inf
+        while length > 0:
+            for at in range(count - 1, -1, -1):
+                yield run.steps[at], length
+            if (origin := run._origin) is None:
+                return
+            run, count = origin.run, origin.steps
+            length = min(length, origin.lengths.get(index, 0))
+
+    def fork(self, name: str) -> RecordedRun:
+        """Return a run that goes on from here under another name."""
+        lengths = {index: len(ids) for index, ids in self.tokens.items()}
+        origin = _Origin(self, len(self.steps), lengths)
+        if not self.steps and self._origin is not None:  # so that no chain is longer than its steps
+            theirs = self._origin
+            least = {i: min(one, theirs.lengths.get(i, 0)) for i, one in lengths.items()}
+            origin = _Origin(theirs.run, theirs.steps, least)
+        twin = RecordedRun(name, self.about, self.prompt, given=self.given, _origin=origin)
+        twin.tokens = {index: [*ids] for index, ids in self.tokens.items()}
+        twin.parent = self.name, len(self.tokens.get(0, []))
+        twin.changes = [*self.changes]
+        return twin
 
 
 @dataclass(slots=True)
@@ -309,7 +316,7 @@ class Record:
     header: Mapping[str, Json]
     runs: dict[str, RecordedRun] = field(default_factory=dict)
     texts: dict[int, bytes] = field(default_factory=dict)
-    others: list[Mapping[str, Json]] = field(default_factory=list)
+    others: KeptLines = field(default_factory=KeptLines)
     cut: bool = False
     packed: PackedLines = field(default_factory=PackedLines, repr=False, compare=False)
 
@@ -385,7 +392,7 @@ class GrowingRecord:
         self.file = file
         self.bytes_read = 0
         self._record: Record | None = None
-        self._offset = self._number = self._unpacked = 0
+        self._offset = self._number = self._unpacked = self._memory = 0
 
     @property
     def record(self) -> Record:
@@ -404,7 +411,7 @@ class GrowingRecord:
         with open_regular(self.file) as file:
             if file.seek(0, 2) < self._offset:  # another record in its place
                 self._record = None
-                self._offset = self._number = self._unpacked = 0
+                self._offset = self._number = self._unpacked = self._memory = 0
             file.seek(self._offset)
             reader = _Lines(self.file, file, self._unpacked)
             for data, whole in reader:
@@ -413,6 +420,7 @@ class GrowingRecord:
                 self._number += 1
                 if not self._take(data, whole):
                     break
+                self._require_small(self._offset + reader.read)
             self._unpacked = reader.unpacked
             self._offset += reader.consumed
             self.bytes_read += reader.read
@@ -420,7 +428,7 @@ class GrowingRecord:
 
     def _take(self, data: bytes, whole: bool) -> bool:
         """Take a line; False for one that was cut off, after which there is nothing."""
-        line = _parsed(data)
+        line, count = _parsed(data)
         if line is None and not whole:
             if self._record is not None:
                 self._record.cut = True
@@ -430,14 +438,23 @@ class GrowingRecord:
         try:
             if self._record is None:
                 self._record = _begun(self.file, line)
-            elif line.get("type") == "step":
-                _step(self._record, line, data)
             else:
-                _READERS.get(str(line.get("type")), _keep)(self._record, line)
+                self._memory += _read(self._record, line, data, count)
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             what = f"{type(error).__name__}: {error}"
             raise _damaged(self.file, self._number, what) from error
         return True
+
+    def _require_small(self, size: int) -> None:
+        """Refuse a record that takes far more memory than so many bytes of its file stand for."""
+        most = MOST_MEMORY + MORE_MEMORY * size
+        if self._memory > most:
+            raise FormatError(
+                f"{self.file} takes too much memory, up to line {self._number}",
+                wanted=f"at most {most} bytes for a file of its size",
+                got=f"some {self._memory}",
+                do="Take a file that you know, or fewer of its lines",
+            )
 
 
 def _damaged(file: Path, number: int, what: str) -> FormatError:
@@ -458,7 +475,7 @@ def whole_lines(path: Path) -> Iterator[Mapping[str, Json]]:
     """Yield the lines of a record that are whole, as they stand there."""
     with open_regular(path) as file:
         for data, _ in _Lines(path, file, 0):
-            line = _parsed(data)
+            line, _ = _parsed(data)
             if line is not None:
                 yield line
 
@@ -525,33 +542,34 @@ class _Lines:
             yield found, ended
 
 
-def _parsed(data: bytes) -> Mapping[str, Json] | None:
-    """Return a line's object; None for anything else."""
+def _parsed(data: bytes) -> tuple[Mapping[str, Json] | None, int]:
+    """Return a line's object, and how many values are in it; None for anything else."""
     if len(data) > MOST_LINE:
-        return None
+        return None, 0
     try:
         found = json.loads(data.decode(), parse_constant=_refused)
     except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) and _is_shallow(found) else None
+        return None, 0
+    count = _values_of(found) if isinstance(found, dict) else None
+    return (None, 0) if count is None else (found, count)
 
 
 def _refused(name: str) -> None:
     raise ValueError(name)
 
 
-def _is_shallow(value: Json) -> bool:
-    """Return whether nothing lies too deep in it."""
-    level = [value]
+def _values_of(value: Json) -> int | None:
+    """Return how many values are in it; None where something lies too deep."""
+    level, count = [value], 0
     for _ in range(MOST_DEPTH):
         inner: list[Json] = []
         for one in level:
             if isinstance(one, dict | list):
                 inner += one.values() if isinstance(one, dict) else one
         if not inner:
-            return True
-        level = inner
-    return False
+            return count
+        level, count = inner, count + len(inner)
+    return None
 
 
 # --- what lines say -------------------------------------------------------------------------------
@@ -607,6 +625,26 @@ def _numbers(value: Json, count: int | None = None) -> tuple[Number, ...]:
     return tuple(map(_number, _list(value, count)))
 
 
+def _read(record: Record, line: Mapping[str, Json], data: bytes, count: int) -> int:
+    """Take a line with so many values into the record, and return how much memory that takes.
+
+    A line of a kind that this version does not know takes none, as it stays compressed.
+    """
+    kind = str(line.get("type"))
+    if kind == "step":
+        return _step(record, line, data)
+    if kind not in _READERS:
+        record.cut |= kind == "cut"
+        record.others.add(data)
+        return 0
+    _READERS[kind](record, line)
+    if kind in ("run", "fork"):
+        run = _run_of(record, line)
+        count += len(run.changes) + sum(map(len, run.tokens.values()))
+        return _VALUE * count + _RUN + _SEQUENCE * len(run.tokens)
+    return _VALUE * count
+
+
 def _run_of(record: Record, line: Mapping[str, Json]) -> RecordedRun:
     return record.runs[_text(line["run"])]
 
@@ -630,11 +668,12 @@ def _spelling(record: Record, line: Mapping[str, Json]) -> None:
         record.texts[int(id)] = raw
 
 
-def _step(record: Record, line: Mapping[str, Json], data: bytes) -> None:
+def _step(record: Record, line: Mapping[str, Json], data: bytes) -> int:
+    """Take a step, most of which stays packed, and return how much memory the rest takes."""
     run = _run_of(record, line)
     number = _whole(line["step"])
     if run.steps and number <= run.steps[-1].number:
-        return  # written twice, around an interrupt
+        return 0  # written twice, around an interrupt
     _fed(line)  # judged now; see RecordedStep
     spent = sum(_seconds(line).values())
     place = record.packed.add(data)
@@ -655,6 +694,9 @@ def _step(record: Record, line: Mapping[str, Json], data: bytes) -> None:
     )
     run.steps.append(step)
     run.choices += bool(step.rows)
+    parts = [*(one.ids for one in step.children), *(one.ids for one in step.drafts)]
+    ids = sum(map(len, parts))
+    return _STEP + _ROW * len(step.rows) + _PART * len(parts) + _VALUE * ids
 
 
 def _fed(line: Mapping[str, Json]) -> tuple[Fed, ...]:
@@ -752,23 +794,7 @@ def _fork(record: Record, line: Mapping[str, Json]) -> None:
     name, parent = _text(line["run"]), record.runs[_text(line["parent"])]
     if name in record.runs:
         raise ValueError(f"run {name} begins twice")
-    twin = RecordedRun(name, parent.about, parent.prompt, given=set(parent.given))
-    twin.tokens = {index: list(ids) for index, ids in parent.tokens.items()}
-    twin.parent = parent.name, len(parent.tokens.get(0, []))
-    twin.changes = [*parent.changes]
-    for index, ids in twin.tokens.items():
-        rows = parent.rows(index)
-        twin.before[index] = {at: rows[at] for at in range(len(ids)) if at in rows}
-    record.runs[name] = twin
-
-
-def _cut(record: Record, line: Mapping[str, Json]) -> None:
-    record.cut = True
-    _keep(record, line)
-
-
-def _keep(record: Record, line: Mapping[str, Json]) -> None:
-    record.others.append(line)
+    record.runs[name] = parent.fork(name)
 
 
 _READERS = {
@@ -779,5 +805,4 @@ _READERS = {
     "edit": _edit,
     "set": _set,
     "fork": _fork,
-    "cut": _cut,
 }

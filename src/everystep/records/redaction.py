@@ -15,7 +15,8 @@ from os import PathLike
 from everystep.errors import RequestError
 from everystep.files.atomic import write_atomic
 from everystep.files.opening import as_path
-from everystep.records.reader import Json, read_record, whole_lines
+from everystep.records.packed_lines import Json
+from everystep.records.reader import read_record, whole_lines
 from everystep.records.record_lines import Line, encoded
 
 _GONE = "(left out)"
@@ -37,9 +38,11 @@ def redact_record(source: str | PathLike[str], target: str | PathLike[str]) -> N
     if new.exists() and old.exists() and new.samefile(old):
         raise RequestError("a record cannot be redacted in its own place", do="Name another file")
     read_record(old)  # it is judged before a line of it is believed
-    lines = map(redacted_line, whole_lines(old))
-    data = b"".join(encoded(line) for line in lines if line is not None)
-    write_atomic(new, gzip.compress(data, 6, mtime=0) if new.suffix == ".gz" else data)
+    data = bytearray()  # and no list of lines, of which a short one takes several times its bytes
+    for line in map(redacted_line, whole_lines(old)):
+        if line is not None:
+            data += encoded(line)
+    write_atomic(new, gzip.compress(data, 6, mtime=0) if new.suffix == ".gz" else bytes(data))
 
 
 def redacted_line(line: Mapping[str, Json]) -> Line | None:

@@ -138,21 +138,17 @@ class Scored:
         every = self.scores.values
         at = on_device(every.device, rows)
         if any(sequence.request.processors for sequence in sequences):
-            readout = self.groups[0].request.readout
-            narrows = readout is not None and readout.narrows
+            request = self.groups[0].request
+            narrows = request.readout is not None and request.readout.narrows
             seen = Rows(self.batch.table, sequences, lengths, chosen, narrowed=narrows)
             left = apply(seen, Scores.of(every[at]), owned=True, stages=self.stages)
             if narrows:
-                left, _ = self._readout().select(at).anew(seen, left, self.stages)
+                given = self.given, self.beside, self.early, self.allowed
+                left, _ = _NarrowedReadout(request, *given).select(at).anew(seen, left, self.stages)
             every[at] = left.whole().values
         if self.sequels is not None:
             for row in rows.tolist():
                 self.sequels.force(every, row)
-
-    def _readout(self) -> _NarrowedReadout:
-        """What the scores were read of, with what narrows them."""
-        request = self.groups[0].request
-        return _NarrowedReadout(request, self.given, self.beside, self.early, self.allowed)
 
     def select(self, picked: Picked) -> Children:
         """The children of the sequences."""
@@ -261,9 +257,9 @@ class _NarrowedReadout:
     def select(self, at: Tensor) -> _NarrowedReadout:
         """Return that of some of the rows."""
         early = None if self.early is None else self.early[:, at]
+        given, beside = self.given.select(at), [one[at] for one in self.beside]
         allowed = None if self.allowed is None else self.allowed[at]
-        beside = [one[at] for one in self.beside]
-        return _NarrowedReadout(self.request, self.given.select(at), beside, early, allowed)
+        return _NarrowedReadout(self.request, given, beside, early, allowed)
 
     def anew(
         self, rows: Rows, scores: Scores, stages: Stages | None

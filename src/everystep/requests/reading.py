@@ -87,6 +87,9 @@ def read_options(
         seed=objects.seed,
     )
     if objects is not NO_OBJECTS:
+        core = subject.core
+        fixed = core.foreign.fixed_adapters if isinstance(core, ForeignModel) else ()
+        said = objects.adapter_names, objects.adapters, subject.adapters
         options = replace(
             options,
             steering=_read_steering(objects, fields, tokenizer, ends, size),
@@ -97,7 +100,7 @@ def read_options(
                 bool(beside.return_legacy_cache),
             ),
             prefix=read_prefix(objects.prefix),
-            adapters=_read_mixes(subject, objects),
+            adapters=read_adapters(*said, fixed),
             record=None if objects.record is None else record_writer(objects.record),
         )
     elif beside.return_legacy_cache:
@@ -113,12 +116,6 @@ def read_options(
     if changes := weight_changes(subject.core):
         options = replace(options, weight_changes=changes)
     return options
-
-
-def _read_mixes(subject: Subject, objects: Objects) -> Mix | list[Mix] | None:
-    core, known = subject.core, subject.adapters
-    fixed = core.foreign.fixed_adapters if isinstance(core, ForeignModel) else ()
-    return read_adapters(objects.adapter_names, objects.adapters, known, fixed)
 
 
 def _steered(subject: Subject, options: Options, steer: object) -> Options:

@@ -351,8 +351,7 @@ class Rows:
     `sequences[r]` owns row r; its first `lengths[r]` visible ids (pad prefix included) are the
     prefix. Drafted ids that a row already follows are part of it. `chosen`: (R, n) tokens that
     were chosen beside each row in earlier rounds of this step, None in the first round. `narrowed`:
-    whether their scores are of plausible tokens alone, so that others are looked for where
-    processors leave none of these.
+    whether others are looked for where processors leave none of the scores, as of plausible tokens.
     """
 
     table: TokenTable

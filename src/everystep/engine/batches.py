@@ -130,7 +130,7 @@ class Scored:
         return picked_by(strategy, strategy.pick(self.batch, self.offered, earlier))
 
     def _process(self, strategy: InRounds, earlier: Picked) -> None:
-        """Process the rows that choose in this round, as it is known what was chosen before them."""
+        """Process the rows that choose in this round, knowing what was chosen before them."""
         rows, chosen = strategy.turn(self.batch, earlier)
         sequences = [self.batch.sequences[r] for r in rows.tolist()]
         lengths = np.array([sequence.visible for sequence in sequences], dtype=np.int64)

@@ -323,17 +323,16 @@ def read_adapters(
         what = "adapter_names and adapters both say which adapters a row has"
         raise RequestError(what, wanted="one of the two", got="both", do="Pass one of them")
     keyword, value = ("adapters", mixes) if names is None else ("adapter_names", names)
-    if fixed:
-        _require_nothing(keyword, value, fixed)
+    _require_choice(keyword, value, fixed)
     if isinstance(value, list | tuple):
         return [_mix(keyword, one, known) for one in value]
     return None if value is None else _mix(keyword, value, known)
 
 
-def _require_nothing(keyword: str, value: object, fixed: Sequence[str]) -> None:
-    """Refuse whatever asks for an adapter, or for none; None leaves it to the module."""
+def _require_choice(keyword: str, value: object, fixed: Sequence[str]) -> None:
+    """Refuse to ask for an adapter, or for none, where some are fixed; None leaves it to these."""
     asked = [*value] if isinstance(value, list | tuple) else [value]
-    if strangers := [one for one in asked if one is not None]:
+    if fixed and (strangers := [one for one in asked if one is not None]):
         raise RequestError(
             f"{keyword} chooses adapters, and rows of this wrapped model cannot: those of its "
             "adapters that are active take part in every row",

@@ -2,10 +2,10 @@
 
     scripts/bench loss_memory [--model NAME] [--rows N] [--positions N] [--out NAME]
 
-In a process of its own for each way: a LoRA of rank 8 learns beside the stored weights, and one loss
-with its gradients is computed. Prints, and writes to bench/results/, the resident memory at its peak
-beyond what the loaded model with its adapter held, and the bytes of (B, T, V) logits in float32.
-Without --model: the default one.
+In a process of its own for each way: a LoRA of rank 8 learns beside the stored weights, and one
+loss with its gradients is computed. Prints, and writes to bench/results/, the resident memory at
+its peak beyond what the loaded model with its adapter held, and the bytes of (B, T, V) logits in
+float32. Without --model: the default one.
 """
 
 from __future__ import annotations

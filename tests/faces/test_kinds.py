@@ -65,7 +65,7 @@ class KindCell(NamedTuple):
             given["max_length"] = length + 3
         elif self.argument == "min_length":
             given["min_length"] = length + 5
-        elif self.argument == "steer":  # by a vector that is as wide as the model
+        elif self.argument == "steer" and self.subject in OWN:  # with a vector of its own width
             given["steer"] = {0: 9 * torch.ones(self.prompted.model.config.hidden_size)}
         # An answer to messages is drawn unless somebody says how it is chosen.
         return {"do_sample": False, **given} if self.prompt == "messages" else given

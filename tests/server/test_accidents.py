@@ -22,6 +22,7 @@ from starlette.routing import Route
 from everystep.server.access import Keys, digest_of
 from everystep.server.chat_page import PAGE_PATHS
 from everystep.server.exchange import FrontSettings
+from tests.process_tree import children_of, sockets_of
 from tests.server.programs import program
 from tests.server.serving import TOKENIZER, Served, chunks_of, joined, served
 from tests.server.test_strangers import HELLO, idle
@@ -363,14 +364,9 @@ def test_one_port_is_open_in_all_of_its_processes(tmp_path: Path) -> None:
         pytest.skip("/proc/net/tcp is missing, which lists what listens")
     with program(tmp_path, "--port", "0") as (running, url):
         assert httpx.post(f"{url}/v1/completions", json=HELLO, timeout=60).status_code == 200
-        inodes = set()
-        tasks = Path(f"/proc/{running.pid}/task").iterdir()  # any thread may have started it
-        children = [pid for one in tasks for pid in (one / "children").read_text().split()]
+        children = children_of(running.pid)
         assert children, "the engine is a process of its own"
-        for pid in (running.pid, *children):
-            for one in Path(f"/proc/{pid}/fd").iterdir():
-                if found := re.fullmatch(r"socket:\[(\d+)\]", str(one.readlink())):
-                    inodes.add(found[1])
+        inodes = set[str]().union(*map(sockets_of, (running.pid, *children)))
         listening = []
         for table in ("tcp", "tcp6", "udp", "udp6"):
             for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.process_tree import descendants_of
 from tests.server.programs import program
 from tests.server.serving import PATIENCE
 
@@ -23,17 +24,6 @@ ASKED: Any = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 
 
 class KilledError(Exception):
     """The program under test was killed, so that it does not end as others do."""
-
-
-def descendants(process: int) -> set[int]:
-    """The processes that one has started, and those that these have started."""
-    found, waiting = set[int](), [process]
-    while waiting:
-        for task in Path(f"/proc/{waiting.pop()}/task").iterdir():  # any thread may have done it
-            own = {int(one) for one in (task / "children").read_text().split()} - found
-            found |= own
-            waiting += own
-    return found
 
 
 def ended(handle: int) -> bool:
@@ -55,7 +45,7 @@ def test_no_process_is_left_behind(tmp_path: Path, *, at_work: bool) -> None:
             if at_work:
                 answer = held.enter_context(client.stream("POST", "/v1/completions", json=LONG))
                 assert next(answer.iter_lines()).startswith("data: ")
-            started = descendants(running.pid)
+            started = descendants_of(running.pid)
             assert len(started) > 1, "the engine, and what compiles grammars or renders templates"
             handles = {one: os.pidfd_open(one) for one in started}
             running.send_signal(signal.SIGKILL)

@@ -29,6 +29,7 @@ from everystep.server.presence import IdleLimits, Presence
 from everystep.server.settings import read_settings
 from everystep.testing.models import tiny_llama
 from tests.inspector.browser import Browser, needs_chromium
+from tests.process_tree import children_of
 from tests.server.programs import program
 from tests.server.serving import LIMITS, TOKENIZER, TRIALS, Served, chunks_of, joined
 from tests.server.test_metrics import read, total
@@ -270,8 +271,7 @@ def test_the_memory_of_a_lone_model_is_given_back(tmp_path: Path) -> None:
         asked = {"prompt": "hello the", "max_tokens": 4}
         first = client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
         weights = (tmp_path / "tiny" / "model.safetensors").stat().st_size
-        tasks = Path(f"/proc/{running.pid}/task").iterdir()  # any thread may have started it
-        (engine,) = [int(id) for one in tasks for id in (one / "children").read_text().split()]
+        (engine,) = children_of(running.pid)
         held = resident(engine)
         until(lambda: client.get("/ready").json()["models"] == {"tiny": "away"}, "it goes")
         until(lambda: resident(engine) < held - 0.8 * weights, "its memory is given back")

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
+
+from tests.process_tree import children_of, sockets_of
 
 LOOPBACK, LISTENS = "0100007F", "0A"
 
 
 def children() -> list[int]:
     """The processes that hold other parts, of those that this one has started."""
-    own = Path(f"/proc/{os.getpid()}/task")
-    each = " ".join((one / "children").read_text() for one in own.iterdir()).split()
     return [
-        int(one)
-        for one in each
+        one
+        for one in sorted(children_of(os.getpid()))
         if b"executors.parallel" in Path(f"/proc/{one}/cmdline").read_bytes()
     ]
 
 
 def listened(pid: int) -> set[str]:
     """The addresses, as the system writes them, at which a process can be reached."""
-    links = [os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir() if one.is_symlink()]
-    held = {found[1] for one in links if (found := re.fullmatch(r"socket:\[(\d+)\]", one))}
+    held = sockets_of(pid)
     rows = [
         line.split()
         for name in ("tcp", "tcp6")

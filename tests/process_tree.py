@@ -24,6 +24,13 @@ def descendants_of(process: int) -> set[int]:
     return found
 
 
+def command_of(process: int) -> bytes:
+    """The command line of a process, with a zero byte after each word; empty if it has ended."""
+    with suppress(OSError):
+        return Path("/proc", str(process), "cmdline").read_bytes()
+    return b""
+
+
 def sockets_of(process: int) -> set[str]:
     """The inodes of the sockets that a process has open."""
     found = set()

@@ -160,7 +160,7 @@ FIXED: dict[str, Callable[[], Any]] = {
 
 
 def fixed_model(kind: str) -> Any:
-    """A model whose rows cannot choose among its adapters, with the call that makes none active."""
+    """A model whose rows cannot choose among its adapters."""
     if kind == "mixed":
         return mixed(copy.deepcopy(model_of("llama")))
     with torch.random.fork_rng(), warnings.catch_warnings():

@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.process_tree import children_of, sockets_of
+from tests.process_tree import children_of, command_of, sockets_of
 
 LOOPBACK, LISTENS = "0100007F", "0A"
 
 
 def children() -> list[int]:
     """The processes that hold other parts, of those that this one has started."""
-    return [
-        one
-        for one in sorted(children_of(os.getpid()))
-        if b"executors.parallel" in Path(f"/proc/{one}/cmdline").read_bytes()
-    ]
+    own = sorted(children_of(os.getpid()))
+    return [one for one in own if b"executors.parallel" in command_of(one)]
 
 
 def listened(pid: int) -> set[str]:

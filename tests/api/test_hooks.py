@@ -17,15 +17,11 @@ from torch import Tensor
 
 import everystep as es
 from everystep.api.model import LanguageModel
-from everystep.drivers.rectangle import call_inputs
 from everystep.engine import Continuous, DraftModel, Engine, Lockstep
 from everystep.engine.hooks import HOOKED
 from everystep.errors import EverystepError, UnsupportedError
 from everystep.executors.native import NativeExecutor
 from everystep.executors.torch_executor import TorchExecutor
-from everystep.requests.door import sort
-from everystep.requests.prepare import prepare
-from everystep.requests.reading import read_options
 from everystep.strategies import Contrastive, DiverseBeam, Greedy, Sample
 from everystep.strategies.classic import BankedBeams
 from everystep.testing.hash_function import HashFunction
@@ -42,6 +38,7 @@ from tests.judges.textbook import (
     sample,
 )
 from tests.judges.textbook_beams import banked_beams
+from tests.requested import requested
 
 IDS = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]])
 NEW = 12
@@ -105,10 +102,7 @@ class Loop(Prefix):
 
 
 def requests_of(lm: LanguageModel, call: dict[str, Any]) -> tuple[Request, ...]:
-    given = sort("rectangle", lm, {"input_ids": IDS, **call})
-    options = read_options(lm, given, given.beside.tokenizer)
-    inputs, _ = call_inputs(lm, given, options)
-    return prepare(lm, options, inputs).requests
+    return requested(lm, {"input_ids": IDS, **call})
 
 
 def book(lm: LanguageModel, asked: Request) -> list[Hypothesis]:

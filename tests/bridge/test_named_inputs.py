@@ -14,17 +14,14 @@ from torch import Tensor
 
 import everystep as es
 from everystep.bridge.named_inputs import placed
-from everystep.drivers.rectangle import call_inputs
 from everystep.engine import Continuous, Engine
 from everystep.engine.prefixes import Reuse
 from everystep.errors import RequestError, UnsupportedError
-from everystep.requests.door import sort
-from everystep.requests.prepare import prepare
-from everystep.requests.reading import read_options
 from everystep.testing.models import tiny_llama
 from everystep.types import Prompt
 from tests.bridge.pictures import IMAGE, PAD, PATCH, START, TEXT, configured
 from tests.judges.drive import Drive
+from tests.requested import requested
 
 GRIDS = ((1, 4, 4), (1, 4, 6), (1, 2, 4))
 
@@ -145,11 +142,7 @@ class TestImages:
         self, budget: int, beams: int, room: int
     ) -> None:
         wrapped = es.wrap(pictures())
-        keywords = {**batch(), "num_beams": beams, "max_new_tokens": 8}
-        given = sort("rectangle", wrapped, keywords)
-        options = read_options(wrapped, given, given.beside.tokenizer)
-        inputs, _ = call_inputs(wrapped, given, options)
-        requests = prepare(wrapped, options, inputs).requests
+        requests = requested(wrapped, {**batch(), "num_beams": beams, "max_new_tokens": 8})
         rows = Continuous(budget, max_positions=room, reuse=Reuse(kept=100, least=2))
         run = Drive(Engine(wrapped.executor(requests[0].needs), rows))
         for request in requests:

@@ -15,14 +15,10 @@ from transformers.cache_utils import DynamicCache
 
 import everystep as es
 from everystep.bridge.sheets import Sheet, keep_spare
-from everystep.drivers.rectangle import call_inputs
 from everystep.engine import Continuous, Engine
-from everystep.requests.door import sort
-from everystep.requests.prepare import prepare
-from everystep.requests.reading import read_options
-from everystep.types import Request
 from tests.bridge.families import model_of
 from tests.judges.drive import Drive
+from tests.requested import requested
 
 WINDOW = 5
 
@@ -108,7 +104,11 @@ def test_rows_that_began_apart_meet_in_a_window(lengths: tuple[int, int]) -> Non
     model = windowed()
     rows = [list(range(5 + n, 5 + n + length)) for n, length in enumerate(lengths)]
     wrapped = es.wrap(model)
-    first, second = (request_of(wrapped, ids) for ids in rows)
+    first, second = (
+        replace(one, request_id=str(ids))
+        for ids in rows
+        for one in requested(wrapped, {"input_ids": torch.tensor([ids]), "max_new_tokens": 9})
+    )
     run = Drive(Engine(wrapped.executor(first.needs), Continuous(64)))
     run.submit(first)
     run.step()
@@ -117,11 +117,3 @@ def test_rows_that_began_apart_meet_in_a_window(lengths: tuple[int, int]) -> Non
     for one, ids in zip((first, second), rows, strict=True):
         expected = model.generate(torch.tensor([ids]), max_new_tokens=9, do_sample=False)
         assert [*ids, *run.results[one.request_id][0].tokens] == expected[0].tolist()
-
-
-def request_of(wrapped: es.WrappedModel, ids: list[int]) -> Request:
-    given = sort("rectangle", wrapped, {"input_ids": torch.tensor([ids]), "max_new_tokens": 9})
-    options = read_options(wrapped, given, given.beside.tokenizer)
-    inputs, _ = call_inputs(wrapped, given, options)
-    (request,) = prepare(wrapped, options, inputs).requests
-    return replace(request, request_id=str(ids))

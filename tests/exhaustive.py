@@ -29,6 +29,7 @@ from pathlib import Path
 
 from tests.loaded import ALL, place_of
 from tests.reading import ROOT, nodes, sources
+from tests.structure.imports import imported_names
 
 RECORD = ROOT / "tests/exhaustive.json"
 WATCHED = ("src", "tests", "pyproject.toml", ":(exclude)tests/exhaustive.json")
@@ -177,13 +178,11 @@ def read_by(part: str) -> frozenset[str]:
 @cache
 def named_in(file: str) -> frozenset[str]:
     """Return the files below tests/ that one of these imports or names, and its conftest.py's."""
-    texts, names, beside = sources("tests"), set[str](), set[str]()
+    texts, beside = sources("tests"), set[str]()
+    imported = {name for _, name in imported_names(file, texts[file])}
+    names = imported | {name.rpartition(".")[0] for name in imported}
     for node in nodes(texts[file]):
-        if isinstance(node, ast.Import):
-            names |= {one.name for one in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            names |= {node.module, *(f"{node.module}.{one.name}" for one in node.names)}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
             names |= {*_DOTTED.findall(node.value)}
             beside |= {*_FILE.findall(node.value)}
     places = {name.replace(".", "/").removeprefix("tests/") for name in names}

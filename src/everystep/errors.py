@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +182,14 @@ def _cut(part: object) -> str:
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that is spelled most like `name`, or None."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+
+
+def with_nearest(names: Sequence[str], known: Collection[str], most: int = 5) -> str:
+    """Return the first `most` names, each with the known one that is spelled most like it, and how
+    many more there are."""
+    told = []
+    for name in names[:most]:
+        near = nearest(name, known)
+        told.append(f"{name!r} (the nearest is {near})" if near else repr(name))
+    more = len(names) - most
+    return ", ".join(told) + (f" and {more} more" if more > 0 else "")

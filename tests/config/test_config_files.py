@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import huggingface_hub
 import pytest
 from transformers import GenerationConfig as Theirs
+from transformers.models.whisper import generation_whisper
 
 from everystep.config import FIELDS, META, CompileConfig, GenerationConfig
+from everystep.config.fields import BESIDE
 from everystep.errors import (
     FormatError,
     MissingFileError,
@@ -107,6 +110,41 @@ def test_names_that_no_field_has_are_kept(tmp_path: Path) -> None:
     assert config.lang_to_id == {"en": 3}
     config.save_pretrained(tmp_path / "again")
     assert GenerationConfig.from_pretrained(tmp_path / "again").extra == {"lang_to_id": {"en": 3}}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"temprature": 0.7}, "'temprature' (the nearest is temperature)"),
+        ({"lang_to_ids": {}}, "'lang_to_ids' (the nearest is lang_to_id)"),
+        ({"colour": 1}, "got 'colour'. Correct them"),
+        ({"max_new_token": 1, "eos_token": 2}, "max_new_tokens), 'eos_token' (the nearest is eos_"),
+        ({f"wholly_strange_{n}": n for n in range(7)}, " and 2 more. "),
+    ],
+)
+def test_names_in_a_file_that_nothing_reads_are_told_once(
+    wrong: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"top_k": 4, **wrong}))
+    with pytest.warns(UserWarning, match=re.escape(told)) as caught:
+        config = GenerationConfig.from_pretrained(tmp_path)
+    assert len(caught) == 1 and str(caught[0].message).startswith(f"{path} has names that nothing")
+    assert caught[0].filename == __file__
+    assert (config.top_k, config.extra) == (4, wrong)
+
+
+def test_names_that_transformers_has_are_known_without_a_word(tmp_path: Path) -> None:
+    source = inspect.getsource(generation_whisper)
+    read = {*re.findall(r'\bgeneration_config(?:\.|, ")(\w+)(?!\w|\()', source)} - {"json"}
+    assert {"lang_to_id", "alignment_heads", "num_frames"} <= read
+    names = {*Theirs().to_dict(), *BESIDE, *read, "_commit_hash"}
+    (tmp_path / "generation_config.json").write_text(json.dumps(dict.fromkeys(names)))
+    GenerationConfig.from_pretrained(tmp_path)
+
+
+def test_names_of_an_object_of_transformers_are_kept_without_a_word() -> None:
+    assert GenerationConfig.from_checkpoint({"temprature": 1}, None).extra == {"temprature": 1}
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
+import transformers
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -18,6 +21,7 @@ from everystep.testing.tokenizer import tiny_tokenizer
 from everystep.text import Tokenizer
 from everystep.text.gguf import surrounding
 from everystep.text.tokenizer_folder import MAX_TEMPLATE_BYTES
+from everystep.text.tokenizer_settings import warn_of_unknown_keys
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -217,9 +221,110 @@ def test_a_folder_without_settings_is_enough(folder: Path) -> None:
     assert (tokenizer.eos_token, tokenizer.chat_template) == (None, None)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"padding_sides": "left"}, "'padding_sides' (the nearest is padding_side)"),
+        ({"eos_tokn": "<eos>"}, "'eos_tokn' (the nearest is eos_token)"),
+        ({"eos_token_id": 2}, "'eos_token_id' (the nearest is eos_token)"),
+        ({"image_token": 7}, "'image_token' (the nearest is"),
+        ({"split_special_tokens": True}, "'split_special_tokens'"),
+        ({"colour": 1, "model_max_len": 9}, "'colour', 'model_max_len' (the nearest is model_max"),
+    ],
+)
+def test_keys_without_effect_are_told_once(folder: Path, wrong: dict[str, Any], told: str) -> None:
+    configure(folder, **wrong)
+    with pytest.warns(UserWarning, match=re.escape(told)) as caught:
+        Tokenizer.from_folder(folder)
+    (one,) = caught
+    assert f"{folder / 'tokenizer_config.json'} has keys without effect here" in str(one.message)
+    assert one.filename == __file__
+
+
+def declared(kind: type) -> set[str]:
+    """The names that transformers' class takes when it is made of a file."""
+    found = set()
+    for one in kind.__mro__:
+        if "__init__" in vars(one) and one.__module__.startswith("transformers."):
+            found |= {*inspect.signature(one.__init__).parameters}
+            source = inspect.getsource(one.__init__)
+            found |= {*re.findall(r'kwargs\.(?:pop|get|setdefault)\(\s*"(\w+)"', source)}
+    return found - {"self", "args", "kwargs", "tokenizer", "tokenizer_object"}  # these are objects
+
+
+KINDS = [
+    "GPT2",
+    "CodeGen",
+    "GPTNeoX",
+    "Qwen2",
+    "Roberta",
+    "Llama",
+    "Gemma",
+    "T5",
+    "Whisper",
+    "Bert",
+]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_keys_that_transformers_declares_are_known_without_a_word(name: str) -> None:
+    keys = declared(getattr(transformers, f"{name}Tokenizer"))
+    assert {"model_max_length", "split_special_tokens", "chat_template", "backend"} <= keys
+    warn_of_unknown_keys(dict.fromkeys(keys), Path("tokenizer_config.json"))
+
+
+def test_keys_that_transformers_writes_are_known_without_a_word(folder: Path) -> None:
+    AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
+    Tokenizer.from_folder(folder)
+
+
+_TOKENS = "bos_token eos_token pad_token unk_token added_tokens_decoder additional_special_tokens"
+_USUAL = f"{_TOKENS} chat_template clean_up_tokenization_spaces model_max_length tokenizer_class"
+_PIECES = f"{_USUAL} add_bos_token add_eos_token legacy padding_side sp_model_kwargs"
+_GPT2 = "add_bos_token add_prefix_space errors"
+PUBLISHED = {
+    "gpt2": "model_max_length",
+    "gpt2 as saved": f"{_USUAL} {_GPT2} name_or_path special_tokens_map_file",
+    "OPT": f"{_TOKENS} {_GPT2} tokenizer_class name_or_path special_tokens_map_file",
+    "Falcon": "add_prefix_space eos_token model_max_length special_tokens_map_file tokenizer_class",
+    "T5": f"{_USUAL} extra_ids full_tokenizer_file sp_model_kwargs tokenizer_file name_or_path",
+    "Whisper": f"{_USUAL} {_GPT2} dropout processor_class return_attention_mask",
+    "Llama 3": f"{_USUAL} extra_special_tokens model_input_names",
+    "Mistral": f"{_PIECES} add_prefix_space spaces_between_special_tokens"
+    " use_default_system_prompt",
+    "Qwen 2.5": f"{_USUAL} {_GPT2} split_special_tokens",
+    "Phi 2": f"{_USUAL} {_GPT2} max_length pad_to_multiple_of pad_token_type_id padding_side stride"
+    " return_token_type_ids truncation_side truncation_strategy extra_special_tokens",
+    "Phi 3": f"{_PIECES} use_default_system_prompt",
+    "Gemma 2": f"{_PIECES} spaces_between_special_tokens split_special_tokens"
+    " use_default_system_prompt",
+    "Gemma 4": f"{_TOKENS} audio_token backend boi_token escape_token is_local mask_token"
+    " model_specific_special_tokens processor_class response_schema stc_token tokenizer_class",
+    "SmolLM2": f"{_USUAL} add_prefix_space vocab_size",
+    "DeepSeek": _PIECES,
+    "ByT5": f"{_TOKENS} backend extra_ids extra_special_tokens is_local local_files_only",
+    "M2M100": f"{_USUAL} language_codes num_madeup_words sep_token sp_model_kwargs src_lang"
+    " tgt_lang tokenizer_file use_fast",
+    "a class of its own": f"{_USUAL} auto_map decode_with_prefix_space",
+}
+"""The keys of published files."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_keys_of_published_files_are_known_without_a_word(name: str) -> None:
+    warn_of_unknown_keys(dict.fromkeys(PUBLISHED[name].split()), Path("tokenizer_config.json"))
+
+
+def test_an_older_name_of_the_longest_text_is_read(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "max_len": 9}))
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert Tokenizer.from_folder(folder).model_max_length == theirs.model_max_length == 9
+
+
 def test_a_tokenizer_as_it_was_read_is_copied(folder: Path, tmp_path: Path) -> None:
     """With what other programs read of it, and keys that nobody here knows."""
-    configure(folder, added_by_others=[1, 2])
+    configure(folder, _added_by_others=[1, 2])
     (folder / "tokenizer.model").write_bytes(b"of another program")
     (folder / "notes.txt").write_text("no part of it")
     read = Tokenizer.from_folder(folder)

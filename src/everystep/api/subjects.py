@@ -540,8 +540,8 @@ class WrappedSubject(Holder):
     @property
     def generation_config(self) -> GenerationConfig:
         own = getattr(self._core.foreign.base, "generation_config", None)
-        said = {} if own is None else own.to_diff_dict()
-        return GenerationConfig.from_checkpoint({k: v for k, v in said.items() if v is not None})
+        said = () if own is None else own.to_diff_dict().items()
+        return GenerationConfig.from_checkpoint({k: v for k, v in said if v is not None}, None)
 
     def configure(self, config: GenerationConfig) -> None:
         raise RequestError(

@@ -10,10 +10,11 @@ anything; the names, meanings and defaults are those of transformers 5.23.0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
+from warnings import warn
 
 from everystep.config import kinds
 from everystep.config.foreign_names import advice_on
@@ -38,7 +39,7 @@ from everystep.config.nested import (
     is_nested,
     watermark,
 )
-from everystep.errors import UnknownArgumentError, nearest
+from everystep.errors import UnknownArgumentError, message, nearest, with_nearest
 
 CACHES = ("dynamic", "static", "offloaded", "offloaded_static", "quantized", "paged")
 # Spellings of "static" that older checkpoints and scripts use.
@@ -249,6 +250,32 @@ CALL_ONLY: frozenset[str] = frozenset(
         *("assistant_model", "streamer", "negative_prompt_ids", "negative_prompt_attention_mask"),
     }
 )
+
+
+# Names that files have beside fields: what a model that listens reads of its checkpoint, and fields
+# that earlier versions of transformers had.
+BESIDE: frozenset[str] = frozenset(
+    {
+        *("lang_to_id", "task_to_id", "is_multilingual", "language", "task", "prev_sot_token_id"),
+        *("no_timestamps_token_id", "max_initial_timestamp_index", "return_timestamps"),
+        *("return_token_timestamps", "alignment_heads", "median_filter_width", "num_frames"),
+        *("prompt_condition_type", "condition_on_prev_tokens", "force_unique_generate_call"),
+        *("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"),
+        *("forced_decoder_ids", "generation_kwargs", "return_legacy_cache", "trust_remote_code"),
+    }
+)
+
+
+def warn_of_unknown_names(names: Iterable[str], file: str) -> None:
+    """Warn once of the names in a file that nothing reads, with the nearest ones that are read.
+
+    Names that begin with an underscore are notes of whoever wrote the file.
+    """
+    strange = [one for one in names if not (one in FIELDS or one in BESIDE or one[:1] == "_")]
+    if strange:
+        told = with_nearest(strange, [*(FIELDS.keys() - META), *BESIDE])
+        what, do = f"{file} has names that nothing reads", "Correct them, or delete these lines"
+        warn(message(what, got=told, do=do), stacklevel=4)
 
 
 def unknown_name(name: str, says: str) -> UnknownArgumentError:

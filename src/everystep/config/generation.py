@@ -24,6 +24,7 @@ from everystep.config.fields import (
     GenerationMode,
     generation_mode,
     unknown_name,
+    warn_of_unknown_names,
 )
 from everystep.config.kinds import NAMED
 from everystep.config.rules import EXTRA_OUTPUTS, judge, refuse_impossible
@@ -264,7 +265,7 @@ class GenerationConfig(FieldAttributes):
         are an error otherwise. Raise UnsupportedError for `force_download` and `proxies`,
         MissingFileError if there is no such file, DownloadError if it could not be fetched, and
         FormatError if it is not a JSON object or a value cannot be. Names in the file that no field
-        has are kept in `extra`.
+        has are kept in `extra`, with a warning where nothing reads them.
         """
         for option, given, do in (
             ("force_download", force_download, "Delete the file from the hub's cache"),
@@ -317,18 +318,23 @@ class GenerationConfig(FieldAttributes):
 
     @classmethod
     def from_checkpoint(
-        cls, values: Mapping[str, Any], name: str = CONFIG_NAME
+        cls, values: Mapping[str, Any], name: str | None = CONFIG_NAME
     ) -> GenerationConfig:
-        """Return a configuration that inherits from the file `name`; see `from_pretrained`."""
+        """Return a configuration that inherits from the file `name`; see `from_pretrained`.
+
+        None stands for an object, whose unknown names are kept without a word.
+        """
         known = {key: value for key, value in values.items() if key in FIELDS}
         extra = {key: values[key] for key in values if key not in FIELDS and key != "_commit_hash"}
         try:
             config = cls._inheriting(known)
         except RequestError as error:
             raise FormatError(
-                f"{name} holds a value that cannot be: {error}".rstrip("."),
+                f"{name or CONFIG_NAME} holds a value that cannot be: {error}".rstrip("."),
                 do="Correct the file, or delete that line",
             ) from error
+        if name is not None:
+            warn_of_unknown_names(extra, name)
         config.__dict__["extra"] = copy.deepcopy(extra)
         return config
 

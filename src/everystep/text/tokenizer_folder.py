@@ -30,12 +30,14 @@ from everystep.text.native import checked_text, native_call
 from everystep.text.original import Original, add_ends, read_original
 from everystep.text.text_rules import warn_of_other_rules
 from everystep.text.tokenizer_settings import (
+    EXTRA_LISTS,
     NAMES,
     NO_LIMIT,
     Settings,
     checked_side,
     named_tokens,
     token_text,
+    warn_of_unknown_keys,
 )
 
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -58,7 +60,6 @@ VOCABULARIES = (
     "merges.txt",
     ADDED_TOKENS,
 )
-EXTRA_LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 
 def read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, Settings]:
@@ -84,7 +85,8 @@ def read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, Settings]:
         add_ends(backend, config, special)
     else:
         warn_of_other_rules(backend, name, config, folder / TOKENIZER)
-    limit = config.get("model_max_length")
+    warn_of_unknown_keys(config, folder / TOKENIZER_CONFIG)
+    limit = config.get("model_max_length", config.get("max_len"))
     return backend, Settings(
         special=special,
         padding_side=checked_side(config.get("padding_side", "left"), "padding_side"),

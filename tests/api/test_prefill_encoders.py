@@ -16,7 +16,7 @@ import everystep as es
 from everystep.bridge.core import ForeignModel
 from everystep.drivers.session import Session
 from everystep.engine import audit
-from everystep.errors import EverystepError, RequestError
+from everystep.errors import EverystepError, RequestError, UnsupportedError
 from everystep.models import Model
 from tests.api.test_second_encoders import nearby
 from tests.api.test_speech import heard
@@ -292,6 +292,19 @@ def test_a_transcript_goes_on_from_sounds_that_were_heard(way: str, encoded: lis
     assert torch.equal(model.generate(prefix=prefix, **SPOKEN[way]), wanted)
     if "return_timestamps" not in SPOKEN[way]:  # later windows are other sounds
         assert not encoded
+
+
+@pytest.mark.parametrize(("name", "value"), [("language", "de"), ("task", "translate")])
+def test_a_language_is_said_in_the_calls_that_go_on(
+    name: str, value: str, encoded: list[str]
+) -> None:
+    _, model = listener()
+    said: dict[str, Any] = {name: value}
+    with pytest.raises(RequestError, match=f"got {name}. Pass these to the calls that go on"):
+        es.prefill(model, **heard(32, 1), **said)
+    assert not encoded
+    with pytest.raises(UnsupportedError, match=r"model\.generate of a model that listens"):
+        es.prefill(model_of("t5", "torch"), input_ids=OTHER, **said)
 
 
 def test_a_prefix_may_begin_the_transcript() -> None:

@@ -124,7 +124,7 @@ def _passed(
         raise RequestError(
             "prefill needs one prompt", wanted="prompt, or inputs by name", got="both or neither"
         )
-    _refuse_choices(passed)
+    _refuse_choices(passed, listens=model.listens)
     given = sort("prefill", model, passed).prompt
     if prompt is not None:
         given = read_prompt(model, tokenizer, prompt, starts_answer=False, prefix=prefix)
@@ -141,10 +141,10 @@ def _passed(
     return given
 
 
-def _refuse_choices(given: Mapping[str, object]) -> None:
+def _refuse_choices(given: Mapping[str, object], *, listens: bool) -> None:
     """Refuse keywords that are about tokens, of which none is chosen here."""
-    known = ((name, KEYWORDS.get(name)) for name in given)
-    if others := [name for name, row in known if row and row.owner in ("field", "object")]:
+    owners = {"field", "object", "speech"} if listens else {"field", "object"}
+    if others := [name for name in given if name in KEYWORDS and KEYWORDS[name].owner in owners]:
         raise RequestError(
             "nothing is chosen while a prefix is fed",
             wanted="what is read, adapter_names and steer",

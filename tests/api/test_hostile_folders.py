@@ -171,3 +171,21 @@ def test_what_is_only_unusual_loads(
     content = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**content, key: value}))
     assert answer(unusual)
+
+
+def test_what_nothing_reads_in_a_folder_is_told_once(folder: Path, tmp_path: Path) -> None:
+    strange = shutil.copytree(folder, tmp_path / "strange")
+    for file, key in ((GENERATION, "temprature"), (TOKENIZER, "padding_sides")):
+        path = strange / file
+        path.write_text(json.dumps({**json.loads(path.read_text()), key: 1}))
+    with pytest.warns(UserWarning) as caught:
+        model, tokenizer = es.load(strange)
+    told = [str(one.message) for one in caught if "runs on torch" not in str(one.message)]
+    assert len(told) == 2
+    assert f"{GENERATION} has names that nothing reads; got 'temprature'" in told[0]
+    assert f"{TOKENIZER} has keys without effect here; got 'padding_sides'" in told[1]
+    # Another step, or another folder, says nothing more.
+    model.save_pretrained(tmp_path / "again")
+    tokenizer.save_pretrained(tmp_path / "again")
+    assert es.generate(model, tokenizer, "a", max_new_tokens=2) is not None
+    assert json.loads((tmp_path / "again" / GENERATION).read_text())["temprature"] == 1

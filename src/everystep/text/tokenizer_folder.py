@@ -62,9 +62,12 @@ VOCABULARIES = (
 )
 
 
-def read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, Settings]:
+def read_folder(folder: Path, *, tells: bool = True) -> tuple[tokenizers.Tokenizer, Settings]:
     """Return the splitting rule and the settings of a folder; FileError names what is missing or
-    wrong."""
+    wrong.
+
+    With `tells`, warn where transformers has other ids, and of keys without effect.
+    """
     config: dict[str, Any] = read_json(folder / TOKENIZER_CONFIG) or {}
     tokens_map = read_json(folder / SPECIAL_TOKENS) or {}
     older = read_json(folder / ADDED_TOKENS)
@@ -83,9 +86,10 @@ def read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, Settings]:
     _add_named_tokens(backend, config, tokens_map, special)
     if original:
         add_ends(backend, config, special)
-    else:
+    elif tells:
         warn_of_other_rules(backend, name, config, folder / TOKENIZER)
-    warn_of_unknown_keys(config, folder / TOKENIZER_CONFIG)
+    if tells:
+        warn_of_unknown_keys(config, folder / TOKENIZER_CONFIG)
     limit = config.get("model_max_length", config.get("max_len"))
     return backend, Settings(
         special=special,
@@ -134,7 +138,7 @@ def _copied(
     if origin is None or not is_there(origin / TOKENIZER):
         return {}
     try:
-        known = read_folder(origin)
+        known = read_folder(origin, tells=False)
     except FileError:
         return {}
     if known[0].to_str() != backend.to_str():

@@ -314,6 +314,15 @@ def lines_run(call: Callable[[], object]) -> int:
     return count
 
 
+def step_of(run: int, number: int) -> bytes:
+    return b'{"type":"step","run":"%d","step":%d,"rows":[%b]}\n' % (run, number, SMALL)
+
+
+def ended(index: int, length: int) -> bytes:
+    line = b'{"type":"end","run":"0","index":%d,"kind":"length","length":%d}\n'
+    return line % (index, length)
+
+
 MANY: dict[str, Callable[[int], bytes]] = {
     "ends": lambda i: (
         b'{"type":"end","run":"0","index":%d,"kind":"stop","matched":2,"length":1}\n' % i
@@ -321,11 +330,13 @@ MANY: dict[str, Callable[[int], bytes]] = {
     "ends of one sequence": lambda i: (
         b'{"type":"end","run":"0","index":0,"kind":"stop","matched":[],"length":%d}\n' % i
     ),
+    "ends of others beside steps": lambda i: step_of(0, i) + ended(i + 1, i),
+    "ends of one sequence beside steps": lambda i: (
+        b'{"type":"tokens","run":"0","index":0,"at":0,"ids":[7]}\n' + step_of(0, i) + ended(0, i)
+    ),
     "forks": lambda i: fork_of(0, i + 1),
     "a chain of forks": lambda i: fork_of(i, i + 1),
-    "forks of steps": lambda i: (
-        b'{"type":"step","run":"%d","step":%d,"rows":[%b]}\n' % (i, i, SMALL) + fork_of(i, i + 1)
-    ),
+    "forks of steps": lambda i: step_of(i, i) + fork_of(i, i + 1),
 }
 
 

@@ -7,6 +7,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 from everystep.inspector.paths import Node, Paths, choosing, rows_along
 from everystep.records import (
@@ -182,6 +183,7 @@ def _short(value: object) -> str:
 
 def ends(record: Record, run: RecordedRun) -> list[str]:
     """Return why each sequence stopped, and where it came closest to an end before."""
+    nearest = cache(partial(nearest_end, run))
     found = []
     for end in sorted(run.ends, key=lambda one: one.index):
         why = f"sequence {end.index} ended after {end.length} tokens: {marked(end.kind)}"
@@ -190,7 +192,7 @@ def ends(record: Record, run: RecordedRun) -> list[str]:
             said = f"token {spelled(record, end.matched)}" if is_id else _text(end.matched)  # type: ignore[arg-type]
             why += f" ({said})"
         found.append(why)
-        if end.kind == "length" and (near := nearest_end(run, end.index)) is not None:
+        if end.kind == "length" and (near := nearest(end.index)) is not None:
             at, one, share = near
             left = "ruled out there" if one.score is None else f"rank {one.rank} by the scores"
             found.append(

@@ -188,7 +188,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     asyncio.run(crowded(found))
     run = es.open(model, tokenizer, PROMPT, **LONG, record=found.file("sent"))
     next(run)
-    run.send("xy")
+    run.send("xyw")
     next(run), run.send("z"), next(run), run.cancel()
     together = [PROMPT, "b", "xyz"]
     es.generate(model, tokenizer, together, max_new_tokens=16, eos_token_id=plain.tokens[4],
@@ -1033,10 +1033,10 @@ def prompt_in_terminal(shell: Shell) -> None:
 def origins_of(kind: str, made: Made) -> list[str]:
     """Where the tokens of a run come from, by how it was asked for: a hook forces the second and
     the third, a grammar what has no rival, and the model drafts for itself, which is all right;
-    what was sent after the first and the fourth was given."""
+    what was sent after the first and the fifth was given."""
     raw = made.raw(kind)
     if kind == "sent":
-        return ["chosen", "given", "given", "chosen", "given", "chosen"]
+        return ["chosen", *["given"] * 3, "chosen", "given", "chosen"]
     size = len(raw.tokens())
     if kind == "hooks":
         return ["chosen", "forced", "forced", *["chosen"] * (size - 3)]
@@ -1068,7 +1068,7 @@ def origin_in_terminal(shell: Shell) -> None:
     cells = [line.split("\t") for line in shell("sent", "--rows", "99").splitlines()]
     found = {int(one[2]): one[4] for one in cells if len(one) > 5 and one[2].isdecimal()}
     assert found == {at: one for at, one in enumerate(wanted) if one != "given"}
-    assert "given, not chosen: tokens 1 to 2, 4" in shell("sent").splitlines()
+    assert "given, not chosen: tokens 1 to 3, 5" in shell("sent").splitlines()
 
 
 GRAMMAR_TEXTS = [f"{word} {letter}" for word in ("yes", "no", "maybe") for letter in "ab"]

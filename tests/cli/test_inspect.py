@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -101,10 +102,72 @@ def test_no_text_of_a_record_is_obeyed(call: Caller, tmp_path: Path) -> None:
         assert code == 0 and not {"\x1b", "\x07", "\u202e"} & {*out}, options
 
 
-def test_a_person_sees_surprise_in_colours(record: Path) -> None:
-    with on_terminal(everystep("inspect", str(record)), columns=100) as terminal:
-        shown = terminal.until("ended after")
-        assert "share of the token" in shown and "\x1b[" in shown
+SHARES = {"sure": 0.9, "likely": 0.3, "doubted": 0.05, "strange": 0.005, "absurd": 0.0005}
+ORIGINS = {"sent": "given", "only": "forced", "ahead": "drafted"}
+
+
+def written(file: Path) -> Path:
+    """A record whose tokens have these shares and origins."""
+    row: dict[str, Any] = {"of": 0, "logits": [0.0], "totals": [0.0, 0.0], "entropies": [0.0, 0.0]}
+    words = [*SHARES, *ORIGINS]
+    lines: list[dict[str, Any]] = [
+        {"type": "run", "run": "0", "prompt": [99]},
+        {"type": "spelling", "texts": {str(at): f"{word} " for at, word in enumerate(words)}},
+    ]
+    for at, word in enumerate(words):
+        surprise = -math.log(SHARES.get(word, 0.9))
+        own = {"at": at, "ids": [at], "chosen": at, "surprise": surprise}
+        own["origin"] = ORIGINS.get(word, "chosen")
+        lines.append({"type": "step", "run": "0", "step": at + 1, "rows": [{**row, **own}]})
+    ids, given = [*range(len(words))], [words.index("sent")]
+    lines.append({"type": "edit", "run": "0", "at": 0, "ids": ids, "given": given})
+    record = RecordWriter(file)
+    record.begin("m", "t")
+    record.write(lines)
+    record.flush()
+    return file
+
+
+def styles(shown: str) -> list[tuple[str, str]]:
+    """What was shown, cut where its style changes: style and text."""
+    parts = re.split(r"\x1b\[([\d;]*)m", shown)
+    return [
+        *zip(["", *("" if one == "0" else one for one in parts[1::2])], parts[::2], strict=True)
+    ]
+
+
+def test_a_person_sees_surprise_in_colours(tmp_path: Path) -> None:
+    """Each token has the style that the line below the text explains its share or origin by."""
+    command = everystep("inspect", str(written(tmp_path / "a")))
+    with on_terminal(command, columns=100, COLORTERM="truecolor") as terminal:
+        terminal.until("nothing ended")
+        shown = styles(terminal.shown)
+    key = next(at for at, (_, text) in enumerate(shown) if "share of the token" in text)
+
+    def style_of(text: str, parts: list[tuple[str, str]]) -> str:
+        return next(style for style, own in parts if text in own)
+
+    explained = (">50%", ">10%", ">1%", ">0.1%", "less")
+    known = [style_of(name, shown[key:]) for name in explained]
+    assert known == [style_of(word, shown[:key]) for word in SHARES]
+    assert known[0] == "" and len({*known}) == len(known)
+    origins = [style_of(name, shown[key:]) for name in ORIGINS.values()]
+    assert origins == [style_of(word, shown[:key]) for word in ORIGINS]
+    assert len({*known, *origins}) == len(known) + len(origins)
+
+
+def test_arrows_walk_through_a_record_on_a_terminal(record: Path) -> None:
+    ids = read_record(record).runs["0"].tokens[0]
+    with on_terminal(everystep("inspect", str(record), "--tui"), columns=140) as terminal:
+        terminal.until("sequence 0, token 0: entropy")
+        last = len(ids) - 1
+        assert last > 3
+        for key, at in (("C", 1), ("C", 2), ("F", last), ("D", last - 1)):  # right, end and left
+            terminal.type(f"\x1b[{key}")
+            terminal.until(f"sequence 0, token {at}: entropy")
+        assert re.search(rf"\*\s+{ids[1]}\s", re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", terminal.shown))
+        terminal.type("q")
+        assert terminal.end() == 0
 
 
 def test_a_text_is_found(record: Path, call: Caller) -> None:

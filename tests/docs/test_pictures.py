@@ -75,7 +75,8 @@ def test_a_command_is_recorded_with_what_is_typed(script: Any) -> None:
 
 
 def test_every_view_of_the_inspector_is_drawn_and_shown() -> None:
-    guide = (ROOT / "docs" / "guide" / "inspect.md").read_text(encoding="utf-8")
-    shown = set(re.findall(r"images/([\w-]+)\.png\)", guide))
+    guides = [ROOT / "docs" / "guide" / f"{name}.md" for name in ("inspect", "why-it-went-wrong")]
+    texts = [path.read_text(encoding="utf-8") for path in guides]
+    shown = {name for text in texts for name in re.findall(r"images/([\w-]+)\.png\)", text)}
     assert shown == set(VIEWS) == {path.stem for path in IMAGES.glob("*.png")}
     assert all(len(path.read_bytes()) < 200_000 for path in IMAGES.glob("*.png"))

@@ -10,6 +10,7 @@ import base64
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import everystep as es
 from everystep.inspector.page_server import PageServer
 from everystep.inspector.sessions import InspectorSession, LiveSession, Reading
 from everystep.records import read_record
+from tests.docs.test_documents import blocks, run_python
 from tests.inspector.browser import Browser
 from tests.reading import ROOT
 
@@ -31,7 +33,8 @@ READY = "document.querySelectorAll('#step td').length > 0"
 
 @dataclass(frozen=True)
 class View:
-    """A picture: which session, what is pressed or asked, which part of the page, and how wide."""
+    """A picture: which session, what is pressed or asked, which part of the page, how wide, and how
+    high at most."""
 
     kind: str
     part: str
@@ -39,21 +42,28 @@ class View:
     line: str | None = None
     width: int = 1100
     dark: bool = False
+    height: int = 900
 
 
 VIEWS: dict[str, View] = {
     "inspect-text": View("sampled", ".tokens, canvas, #ends"),
     "inspect-text-dark": View("sampled", ".tokens, canvas, #ends", dark=True),
     "inspect-narrow": View("sampled", ".controls, .tokens, canvas", width=380),
-    "inspect-step": View("sampled", "#step"),
-    "inspect-step-dark": View("sampled", "#step", dark=True),
+    "inspect-step": View("sampled", "#step", at=18),
+    "inspect-step-dark": View("sampled", "#step", at=18, dark=True),
     "inspect-tree": View("beams", "#tree", at=2),
     "inspect-prompt": View("chat", ".prompt", at=1),
     "inspect-compare": View("two", "#comparison"),
     "inspect-hands": View("live", "#hands, #said", at=3, line="step 4"),
     "inspect-what-if": View("asked", "#said", line="if without=TopP at 6"),
     "inspect-lens": View("asked", "#said", line="lens 6"),
+    "wrong-template": View("template", ".prompt", at=1),
+    "wrong-grammar": View("city", "#step", at=0),
+    "wrong-penalty": View("name", "#step", at=2),
+    "wrong-beam": View("sea", "#tree", at=1, height=733),
+    "wrong-drafts": View("drafts", "#step, #ends", at=3),
 }
+GUIDE = ROOT / "docs" / "guide" / "why-it-went-wrong.md"
 _BOX = """(() => {{
   const boxes = [...document.querySelectorAll({part})].map((one) => one.getBoundingClientRect());
   const left = Math.min(...boxes.map((one) => one.left)) - 8;
@@ -82,7 +92,10 @@ def sessions(folder: Path) -> dict[str, Callable[[], InspectorSession]]:
         given = {**LONG, **SAMPLED, "seed": 1}
         return LiveSession.opened(model, tokenizer, PROMPT, files["live"], "live", **given)
 
+    wrong = run_python(GUIDE, blocks(GUIDE.read_text(encoding="utf-8"), "python"))["folder"]
+    files |= {file.stem: file for file in wrong.iterdir()}
     return {
+        **{file.stem: partial(reading, file.stem) for file in wrong.iterdir()},
         "sampled": lambda: reading("one"),
         "beams": lambda: reading("beams"),
         "chat": lambda: reading("chat"),
@@ -109,7 +122,7 @@ def draw(browser: Browser, view: View, session: InspectorSession) -> bytes:
             browser.value("document.getElementById('what-ask').click()")
             browser.until("document.getElementById('said').textContent.length > 20")
         left, top, width, height = browser.value(_BOX.format(part=repr(view.part)))
-        clip = {"x": left, "y": top, "width": width, "height": min(height, 900), "scale": 1}
+        clip = {"x": left, "y": top, "width": width, "height": min(height, view.height), "scale": 1}
         return base64.b64decode(browser.picture(clip))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,14 @@ from everystep.inspector.sessions import LiveSession, Reading
 from everystep.records import Record, read_record
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
-from tests.models.tiny import ours, reference_decoder, reference_mamba, reference_t5
+from tests.models.tiny import (
+    DECODERS,
+    ours,
+    reference_decoder,
+    reference_mamba,
+    reference_t5,
+    with_norms,
+)
 
 PROMPT = [5, 9, 23, 41, 7]
 LONG: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": None}
@@ -88,6 +96,28 @@ def test_a_lens_is_the_head_of_each_state_by_hand(
         for own, theirs in zip(looked.weights, attentions, strict=True):
             assert torch.allclose(own, theirs.double(), atol=1e-6 if wide else 1e-4)
         assert looked.mean.sum() == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("executor", ["torch", "native"])
+@pytest.mark.parametrize("kind", DECODERS)
+def test_of_every_family_the_last_lens_is_the_logits(
+    kind: str, executor: Executor, tmp_path: Path
+) -> None:
+    """And what each head looked at adds up to one, where a layer has a window too."""
+    reference = with_norms(reference_decoder(kind, torch.float32))
+    lm = es.LanguageModel(ours(reference), es.GenerationConfig(), executor=executor)
+    record = recorded(lm, tmp_path / "a")
+    spell, at = speller(record, None), 4
+    read = torch.tensor([[*PROMPT, *record.runs["0"].tokens[0][:at]]])
+    found = lens(record, "0", lm, None, at, spell)
+    layers = reference.config.num_hidden_layers
+    assert [one.layer for one in found.layers] == [*range(layers + 1)]
+    last = replace(found, layers=(replace(found.layers[-1], layer=0),))
+    with torch.no_grad():
+        check_lens(last, [reference(read, use_cache=False).logits[0, -1]], 1e-4)
+    weights = looks(record, "0", lm, None, at, spell).weights
+    assert weights.shape == (layers, reference.config.num_attention_heads, read.shape[1])
+    assert (weights >= 0).all() and torch.allclose(weights.sum(-1), torch.ones(()).double())
 
 
 CHOICES: dict[str, dict[str, Any]] = {

@@ -3,6 +3,7 @@ on the page by keyboard alone and in the terminal."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import everystep as es
 from everystep.inspector.page_server import PageServer
@@ -43,6 +45,13 @@ BARS = "▁▂▃▄▅▆▇█"
 Scores = tuple[Callable[[Sequence[int]], Tensor], Callable[[Sequence[int]], Tensor]]
 HIGH = list(range(94, 256))  # bytes that are not letters, digits and signs of ASCII
 LONG: dict[str, Any] = {"max_new_tokens": 10, "eos_token_id": 256}
+
+
+def tied(ids: Tensor, scores: Tensor) -> Tensor:
+    """Leaves two tokens that are equally good."""
+    left = torch.full_like(scores, -math.inf)
+    left[:, [97, 98]] = 1.0
+    return left
 
 
 class Forcing(es.Hook):
@@ -95,6 +104,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "ended": {"max_new_tokens": 24, "eos_token_id": None},
     "token end": {"max_new_tokens": 24},
     "hooks": {**LONG, "hooks": [Forcing()]},
+    "tied": {**LONG, "do_sample": True, "logits_processor": [tied], "seed": 3},
+    "tied other": {**LONG, "do_sample": True, "logits_processor": [tied], "seed": 4},
     "adapters": {**LONG, "adapters": {"tone": 1.0}},
 }
 
@@ -165,6 +176,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     es.generate(theirs, tokenizer, PROMPT, **KINDS["greedy"], record=found.file("torch"))
     rounded, _ = es.load(str(folder), dtype=torch.bfloat16)
     es.generate(rounded, tokenizer, PROMPT, **FREE, record=found.file("rounded"))
+    for kind, dtype in (("wrapped", torch.float32), ("wrapped rounded", torch.bfloat16)):
+        foreign = es.wrap(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
+        given = KINDS["greedy"] if kind == "wrapped" else FREE
+        es.generate(foreign, tokenizer, PROMPT, **given, record=found.file(kind))
+    es.generate(model, tokenizer, f"{PROMPT}c", **LONG, record=found.file("longer prompt"))
+    after = {"prefix": es.prefill(model, tokenizer, PROMPT), **LONG}
+    es.generate(model, tokenizer, " ba", **after, record=found.file("prefix"))
+    shared = [f"{PROMPT} {PROMPT} {end}" for end in ("xyz", "b")]
+    es.generate(model, tokenizer, shared, **LONG, record=found.file("shared"))
+    asyncio.run(crowded(found))
+    run = es.open(model, tokenizer, PROMPT, **LONG, record=found.file("sent"))
+    next(run)
+    run.send("xyw")
+    next(run), run.send("z"), next(run), run.cancel()
     together = [PROMPT, "b", "xyz"]
     es.generate(model, tokenizer, together, max_new_tokens=16, eos_token_id=plain.tokens[4],
                 record=found.file("together"))  # fmt: skip
@@ -172,6 +197,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     pictures = prompt_of(ROWS["two images"], dtype=torch.float32)
     shown.generate(**pictures, max_new_tokens=6, do_sample=False, record=found.file("pictures"))
     return found
+
+
+async def crowded(made: Made) -> None:
+    """Two prompts of an engine that has no room for both: one gives its positions up."""
+    given = {"max_new_tokens": 300, "eos_token_id": None, "record": made.file("crowded")}
+    async with es.AsyncEngine(made.model, made.tokenizer, max_positions=330) as engine:
+        await asyncio.gather(*(engine.generate(one, **given) for one in (PROMPT, "xyz xyz")))
 
 
 class Shell:
@@ -521,6 +553,26 @@ def end_at(made: Made, at: int) -> tuple[int, float]:
     return int((scores > scores[END]).sum()), float(scores[END])
 
 
+BANS = (
+    ("sampled", 1, "MinNewTokensLength"),
+    ("greedy", 2, "MinNewTokensLength"),
+    ("grammar", 1, "GrammarMask"),
+)
+"""Places where the end was banned, and by what."""
+
+
+def check_ban(made: Made, kind: str, at: int, stage: str, text: str) -> None:
+    """What the end would have needed: one stage ruled it out, and it says which."""
+    ids = made.raw(kind).tokens()
+    (logit,) = numbers(
+        rf"<\|end\|> in place of {re.escape(made.spell(ids[at]))}: logit (-?[\d.]+)", text
+    )
+    assert close(logit, float(made.book.logits(tuple(ids[:at]))[END]))
+    lines = text.rstrip("\n").splitlines()
+    banned = [line.partition(":")[0].strip() for line in lines if "-> -inf, ruled out" in line]
+    assert banned == [stage] and lines[-1].endswith(f", and to pass {stage}")
+
+
 def unstopped_on_page(page: Screen) -> None:
     rank, score = end_at(page.made, 1)
     assert f"end <|end|>: rank {rank}, ruled out" in page.open("sampled").stand(1)
@@ -530,6 +582,9 @@ def unstopped_on_page(page: Screen) -> None:
     scores = page.made.book.penalised(ids[:6], 1.2, 4)
     rank, said = numbers(r"end <\|end\|>: rank (\d+), score (-?[\d.]+)", text)  # type: ignore[assignment]
     assert int(rank) == int((scores > scores[END]).sum()) and close(said, float(scores[END]))
+    for kind, at, stage in BANS:
+        page.open(kind).stand(at)
+        check_ban(page.made, kind, at, stage, page.ask(WHY, str(END)))
 
 
 def unstopped_in_terminal(shell: Shell) -> None:
@@ -541,6 +596,9 @@ def unstopped_in_terminal(shell: Shell) -> None:
     said = numbers(r"end <\|end\|>: rank (\d+), score (-?[\d.]+)", shell("greedy", "--step", "6"))
     assert int(said[0]) == int((scores > scores[END]).sum())
     assert close(said[1], float(scores[END]))
+    for kind, at, stage in BANS:
+        out = shell.ask(kind, "--why", str(END), "--at", str(at))
+        check_ban(shell.made, kind, at, stage, out)
 
 
 def repetition_of(made: Made) -> str:
@@ -824,16 +882,59 @@ def fed_in(kind: str, made: Made) -> list[str]:
     return found
 
 
+def hits(made: Made) -> dict[tuple[str, str], tuple[int, int]]:
+    """Of runs whose prompt was there in part: how much of it was fed, and how much was not."""
+    size = len(PROMPT)
+    common = 2 * (size + 1)
+    return {
+        ("prefix", "0"): (3, size),
+        ("shared", "0"): (common + 3, 0),
+        ("shared", "1"): (1, common),
+    }
+
+
+def fed_again(made: Made) -> tuple[str, int, int]:
+    """Of the run that had given its positions up: its name, the step in which it had room again,
+    and how many positions it has to feed there: all of them."""
+    raw = made.raw("crowded")
+    run, number = next(
+        (run, number)
+        for run in ("0", "1")
+        for number, step in enumerate(raw.steps(run))
+        if number and step["fed"][0][2] > 1
+    )
+    return run, number, len(raw.about(run)["prompt"]) + number
+
+
 def fed_on_page(page: Screen) -> None:
     page.open("greedy")
     for at, fed in enumerate(fed_in("greedy", page.made)):
         assert fed in page.stand(at)
+    for (kind, run), (fed, known) in hits(page.made).items():
+        page.open(kind)
+        if run != "0":
+            page.reach("select")
+            page.browser.press("ArrowDown")
+        assert f"fed {fed} positions; {known} came from a cache" in page.stand(0)
+        assert f"fed 1 positions; {fed + known} came from a cache" in page.stand(1)
+    run, at, count = fed_again(page.made)
+    page.open("crowded").reach("select")
+    page.browser.press(*["ArrowDown"] * int(run))
+    assert f"fed {count} positions; 0 came from a cache" in page.stand(at)
 
 
 def fed_in_terminal(shell: Shell) -> None:
     for kind in ("greedy", "agreed", "grammar"):
         for number, fed in enumerate(fed_in(kind, shell.made)):
             assert fed in shell(kind, "--step", str(number)), (kind, number)
+    for (kind, run), (count, known) in hits(shell.made).items():
+        said = [shell(kind, "--run", run, "--step", str(number)) for number in (0, 1)]
+        assert f"fed {count} positions; {known} came from a cache" in said[0], (kind, run)
+        assert f"fed 1 positions; {count + known} came from a cache" in said[1], (kind, run)
+    run, number, count = fed_again(shell.made)
+    out = shell("crowded", "--run", run, "--step", str(number))
+    assert f"fed {count} positions; 0 came from a cache" in out
+    assert f"cached\t{len(PROMPT)} positions came with the prompt's cache" in shell("prefix")
 
 
 def beside_of(made: Made) -> list[int]:
@@ -931,8 +1032,11 @@ def prompt_in_terminal(shell: Shell) -> None:
 
 def origins_of(kind: str, made: Made) -> list[str]:
     """Where the tokens of a run come from, by how it was asked for: a hook forces the second and
-    the third, a grammar what has no rival, and the model drafts for itself, which is all right."""
+    the third, a grammar what has no rival, and the model drafts for itself, which is all right;
+    what was sent after the first and the fifth was given."""
     raw = made.raw(kind)
+    if kind == "sent":
+        return ["chosen", *["given"] * 3, "chosen", "given", "chosen"]
     size = len(raw.tokens())
     if kind == "hooks":
         return ["chosen", "forced", "forced", *["chosen"] * (size - 3)]
@@ -947,7 +1051,7 @@ def origins_of(kind: str, made: Made) -> list[str]:
 
 def origin_on_page(page: Screen) -> None:
     kinds = "[...document.querySelectorAll('#tokens span')].map((one) => one.className)"
-    for kind in ("hooks", "agreed", "grammar"):
+    for kind in ("hooks", "agreed", "grammar", "sent"):
         wanted = origins_of(kind, page.made)
         assert len({*wanted}) > 1
         found = page.open(kind).value(kinds)
@@ -960,6 +1064,11 @@ def origin_in_terminal(shell: Shell) -> None:
         cells = [line.split("\t") for line in shell(kind, "--rows", "99").splitlines()]
         found = {int(one[2]): one[4] for one in cells if len(one) > 5 and one[2].isdecimal()}
         assert [found[at] for at in range(len(wanted))] == wanted, kind
+    wanted = origins_of("sent", shell.made)
+    cells = [line.split("\t") for line in shell("sent", "--rows", "99").splitlines()]
+    found = {int(one[2]): one[4] for one in cells if len(one) > 5 and one[2].isdecimal()}
+    assert found == {at: one for at, one in enumerate(wanted) if one != "given"}
+    assert "given, not chosen: tokens 1 to 3, 5" in shell("sent").splitlines()
 
 
 GRAMMAR_TEXTS = [f"{word} {letter}" for word in ("yes", "no", "maybe") for letter in "ab"]
@@ -1017,6 +1126,10 @@ def check_seeds(made: Made, lines: list[str]) -> None:
         check_margin(line, float(scores[own[at]]), float(scores[rival[at]]))
 
 
+def check_prompts(lines: list[str]) -> None:
+    assert f"run 0: the prompts differ from id {len(PROMPT)} on" in lines
+
+
 def check_margin(line: str, own: float, rival: float) -> None:
     said = numbers(r"^  score (-?[\d.]+), the other one's (-?[\d.]+): a margin of (-?[\d.]+)", line)
     assert close(said[0], own) and close(said[1], rival) and close(said[2], own - rival)
@@ -1037,17 +1150,19 @@ def other_on_page(page: Screen) -> None:
     for text, ids in zip(sides, (one, two), strict=True):
         share = text.removeprefix(f"{page.made.spell(ids[at])} ")
         assert percent(share, page.made.book.shares(ids)[at])
+    check_prompts(page.open("ended", "longer prompt").reach("#comparison pre").splitlines())
 
 
 def other_in_terminal(shell: Shell) -> None:
     check_seed(shell.made, shell.ask("sampled", "--what-if", "seed=9", "--at", "1"))
     out = shell("sampled", str(shell.made.file("other")))
     check_seeds(shell.made, out.rstrip("\n").splitlines())
+    check_prompts(shell("ended", str(shell.made.file("longer prompt"))).splitlines())
 
 
-def check_engines(made: Made, lines: list[str]) -> None:
+def check_engines(made: Made, kind: str, lines: list[str]) -> None:
     """Two engines of which one computes in sixteen bits: where they part, and by which margins."""
-    one, two = made.raw("free"), made.raw("rounded")
+    one, two = made.raw("free"), made.raw(kind)
     first, second = one.tokens(), two.tokens()
     at = next(i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
     pair = f"{made.spell(first[at])} and {made.spell(second[at])}"
@@ -1057,21 +1172,55 @@ def check_engines(made: Made, lines: list[str]) -> None:
     check_margin(lines[begin + 1], float(exact[first[at]]), float(exact[second[at]]))
     row = two.row(at)
     rounded = dict(zip(row["ids"], row["logits"], strict=True))
-    own, rival = rounded[second[at]] / 1.5, rounded[first[at]] / 1.5
-    check_margin(lines[begin + 2], own, rival)
+    if first[at] in rounded:
+        check_margin(lines[begin + 2], rounded[second[at]] / 1.5, rounded[first[at]] / 1.5)
+    else:
+        left = "the other one was ruled out, or not among the candidates"
+        assert lines[begin + 2].strip() == left
+    assert not any("a tie" in line for line in lines)
+
+
+def check_same(made: Made, kind: str, lines: list[str]) -> None:
+    """An engine that chose the same; of a wrapped model, the model is said to be another one."""
+    count = len(made.raw(kind).tokens())
+    assert lines[-1] == f"run 0: the same {count} tokens"
+    assert made.raw(kind).tokens() == made.raw("greedy").tokens()
+    assert len(lines) == (2 if kind == "wrapped" else 1)
+    assert kind != "wrapped" or lines[0].startswith("another model: ")
+
+
+def check_tie(made: Made, lines: list[str]) -> None:
+    """Two draws among two tokens that are equally good: a margin of nothing, on both sides."""
+    one, two = made.raw("tied").tokens(), made.raw("tied other").tokens()
+    at = next(i for i, (a, b) in enumerate(zip(one, two, strict=True)) if a != b)
+    assert {one[at], two[at]} == {97, 98}
+    tie = "  score 1, the other one's 1: a margin of 0, a tie"
+    assert lines[-2:] == [tie, tie]
+    assert lines[-3].startswith(f"run 0: the first other token is {at}: ")
 
 
 def engines_on_page(page: Screen) -> None:
-    said = page.open("greedy", "torch").reach("#comparison pre")
-    assert said == f"run 0: the same {len(page.made.raw('torch').tokens())} tokens"
-    check_engines(page.made, page.open("free", "rounded").reach("#comparison pre").splitlines())
+    def compared(one: str, other: str) -> list[str]:
+        return page.open(one, other).reach("#comparison pre").splitlines()
+
+    for kind in ("torch", "wrapped"):
+        check_same(page.made, kind, compared("greedy", kind))
+    for kind in ("rounded", "wrapped rounded"):
+        check_engines(page.made, kind, compared("free", kind))
+    check_tie(page.made, compared("tied", "tied other"))
+    assert "ahead of the next best by 0, a tie" in page.open("tied").stand(0)
 
 
 def engines_in_terminal(shell: Shell) -> None:
-    count = len(shell.made.raw("torch").tokens())
-    assert shell("greedy", str(shell.made.file("torch"))) == f"run 0: the same {count} tokens\n"
-    out = shell("free", str(shell.made.file("rounded")))
-    check_engines(shell.made, out.rstrip("\n").splitlines())
+    def compared(one: str, other: str) -> list[str]:
+        return shell(one, str(shell.made.file(other))).splitlines()
+
+    for kind in ("torch", "wrapped"):
+        check_same(shell.made, kind, compared("greedy", kind))
+    for kind in ("rounded", "wrapped rounded"):
+        check_engines(shell.made, kind, compared("free", kind))
+    check_tie(shell.made, compared("tied", "tied other"))
+    assert "ahead of the next best by 0, a tie" in shell("tied", "--step", "0")
 
 
 def check_lens(made: Made, text: str) -> None:

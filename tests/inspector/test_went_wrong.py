@@ -150,7 +150,9 @@ def test_a_penalty_that_kills_a_name(cases: Cases, page: Screen) -> None:
     at = next(i for i, id in enumerate(ids) if int(logits[i].argmax()) != id)
     best = int(logits[at].argmax())
     share = float(logits[at].softmax(-1)[ids[at]])
-    text = page.open("name").stand(at)
+    page.open("name").stand(0)
+    assert page.key("b") == f"token {at}"
+    text = page.stand(at)
     kind = page.value(f"document.querySelector('#token-{at}').className")
     assert kind.startswith(f"s{sum(share < edge for edge in (0.5, 0.1, 0.01, 0.001))} ")
     assert int(kind[1]) > 0 and f"rank {int((logits[at] > logits[at][ids[at]]).sum())}" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import sys
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +17,7 @@ import pytest
 
 from everystep.errors import FormatError, MissingFileError, RequestError
 from everystep.inspector import views
-from everystep.inspector.page import page
+from everystep.inspector.page import document, page
 from everystep.records import (
     RecordWriter,
     exact,
@@ -293,6 +294,69 @@ def test_short_lines_that_take_much_memory_are_refused_in_time(
     finally:
         tracemalloc.stop()
     assert peak < 2 * ALLOWED
+
+
+def lines_run(call: Callable[[], object]) -> int:
+    """How many lines of Python a call executes."""
+    count = 0
+
+    def trace(frame: object, event: str, argument: object) -> object:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def step_of(run: int, number: int) -> bytes:
+    return b'{"type":"step","run":"%d","step":%d,"rows":[%b]}\n' % (run, number, SMALL)
+
+
+def ended(index: int, length: int) -> bytes:
+    line = b'{"type":"end","run":"0","index":%d,"kind":"length","length":%d}\n'
+    return line % (index, length)
+
+
+MANY: dict[str, Callable[[int], bytes]] = {
+    "ends": lambda i: (
+        b'{"type":"end","run":"0","index":%d,"kind":"stop","matched":2,"length":1}\n' % i
+    ),
+    "ends of one sequence": lambda i: (
+        b'{"type":"end","run":"0","index":0,"kind":"stop","matched":[],"length":%d}\n' % i
+    ),
+    "ends of others beside steps": lambda i: step_of(0, i) + ended(i + 1, i),
+    "ends of one sequence beside steps": lambda i: (
+        b'{"type":"tokens","run":"0","index":0,"at":0,"ids":[7]}\n' + step_of(0, i) + ended(0, i)
+    ),
+    "forks": lambda i: fork_of(0, i + 1),
+    "a chain of forks": lambda i: fork_of(i, i + 1),
+    "forks of steps": lambda i: step_of(i, i) + fork_of(i, i + 1),
+}
+
+
+@pytest.mark.parametrize("kind", MANY)
+def test_twice_the_lines_are_twice_the_work(kind: str, tmp_path: Path) -> None:
+    """Of reading them, and of the page, which shows each fork below its parent."""
+    work = []
+    for count in (150, 300):
+        file = tmp_path / str(count)
+        file.write_bytes(begun(*map(MANY[kind], range(count))))
+        work.append(lines_run(lambda file=file: document(read_record(file), "a")))  # type: ignore[misc]
+    assert work[1] < 2.3 * work[0], work
+
+
+def test_an_end_that_is_written_twice_is_one(tmp_path: Path) -> None:
+    other = {**END, "index": 1, "matched": [2]}
+    later = {**END, "length": 2}
+    lines = [RUN, END, END, other, other, END, later, later]
+    ends = read_record(written(tmp_path / "a", lines)).runs["0"].ends
+    assert [(one.index, one.length) for one in ends] == [(0, 1), (1, 1), (0, 2)]
 
 
 @pytest.mark.parametrize("line", [b"{}", b'{"type":"cut"}', b'{"x":[[],[],[],[],{"a":{}}]}'])

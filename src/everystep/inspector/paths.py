@@ -85,6 +85,8 @@ def choosing(run: RecordedRun) -> list[RecordedStep]:
 def rows_along(run: RecordedRun, index: int = 0) -> list[RecordedRow | None]:
     """Return the choice of every token of a sequence; None where it was given, or is not there."""
     ids = run.tokens.get(index, [])
+    if not ids:  # a record may say that as many sequences ended as somebody likes
+        return []
     if not run.given and run.parent is None:
         way = Paths.of(run).leading_to(ids)
         if way is not None:

@@ -7,6 +7,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 from everystep.inspector.paths import Node, Paths, choosing, rows_along
 from everystep.records import (
@@ -182,6 +183,7 @@ def _short(value: object) -> str:
 
 def ends(record: Record, run: RecordedRun) -> list[str]:
     """Return why each sequence stopped, and where it came closest to an end before."""
+    nearest = cache(partial(nearest_end, run))
     found = []
     for end in sorted(run.ends, key=lambda one: one.index):
         why = f"sequence {end.index} ended after {end.length} tokens: {marked(end.kind)}"
@@ -190,7 +192,7 @@ def ends(record: Record, run: RecordedRun) -> list[str]:
             said = f"token {spelled(record, end.matched)}" if is_id else _text(end.matched)  # type: ignore[arg-type]
             why += f" ({said})"
         found.append(why)
-        if end.kind == "length" and (near := nearest_end(run, end.index)) is not None:
+        if end.kind == "length" and (near := nearest(end.index)) is not None:
             at, one, share = near
             left = "ruled out there" if one.score is None else f"rank {one.rank} by the scores"
             found.append(
@@ -590,7 +592,7 @@ def _count(ids: Sequence[int], own: tuple[int, ...]) -> int:
 
 
 def findings(tokens: Sequence[Token]) -> list[str]:
-    """Return where a text is least sure of itself, and what repeats."""
+    """Return where a text is least sure of itself, what was given, and what repeats."""
     found = []
     known = [one for one in tokens if one.surprise is not None]
     if known:
@@ -600,11 +602,24 @@ def findings(tokens: Sequence[Token]) -> list[str]:
         low = next((one for one in known if level(one.surprise) >= 2), None)
         if low is not None:
             found.append(f"the first below 10 %: token {low.at} ({low.text})")
+    if given := _spans([one.at for one in tokens if one.origin == "given"]):
+        found.append(f"given, not chosen: tokens {given}")
     if (twice := repetition(tokens)) is not None:
         text = "".join(one.text for one in tokens[twice.first : twice.first + twice.size])
         where = f"first at {twice.first}, again at {twice.again}"
         found.append(f"{twice.size} tokens stand there {twice.count} times, {where}: {text}")
     return found
+
+
+def _spans(places: Sequence[int]) -> str:
+    """Return places in order as text, those beside each other as one span."""
+    spans: list[list[int]] = []
+    for at in places:
+        if spans and spans[-1][-1] == at - 1:
+            spans[-1][1:] = [at]
+        else:
+            spans.append([at])
+    return ", ".join(" to ".join(map(str, one)) for one in spans)
 
 
 # --- trees ----------------------------------------------------------------------------------------
@@ -652,11 +667,10 @@ def _twins(record: Record, paths: Paths) -> list[str]:
 def forest(record: Record, run: RecordedRun) -> list[str]:
     """Return the tree of a run, those of its forks, and what became of its drafts."""
     found = tree(record, run)
-    for fork in record.runs.values():
-        if fork.parent is not None and fork.parent[0] == run.name:
-            name = marked(fork.name)
-            found.append(f"run {name} goes on from token {fork.parent[1]}{_otherwise(run, fork)}:")
-            found += [f"  {line}" for line in tree(record, fork)[1:]]
+    for fork in run.forks:
+        at = 0 if fork.parent is None else fork.parent[1]
+        found.append(f"run {marked(fork.name)} goes on from token {at}{_otherwise(run, fork)}:")
+        found += [f"  {line}" for line in tree(record, fork)[1:]]
     for number, step in enumerate(choosing(run)):
         found += [f"step {number}: {line}" for line in drafted(record, step)]
     return found

@@ -245,8 +245,9 @@ class RecordedRun:
     of its steps chose something. `tokens`: the ids of each sequence by its index. `given`:
     positions whose ids were not chosen. `parent`: the run that it goes on from, and after how many
     ids. `changes`: what was set, and after how many ids. `settled`: after how many steps how many
-    ids of a sequence were final: (steps, index, length). A fork shares the choices before it with
-    its parent: a line of sixty bytes must not copy as many as somebody likes."""
+    ids of a sequence were final: (steps, index, length). `forks`: the runs that go on from it. A
+    fork shares the choices before it with its parent: a line of sixty bytes must not copy as many
+    as somebody likes."""
 
     name: str
     about: Mapping[str, Json]
@@ -259,7 +260,9 @@ class RecordedRun:
     parent: tuple[str, int] | None = None
     changes: list[tuple[int, Mapping[str, Json]]] = field(default_factory=list)
     settled: list[tuple[int, int, int]] = field(default_factory=list, repr=False)
+    forks: list[RecordedRun] = field(default_factory=list, repr=False, compare=False)
     _origin: _Origin | None = field(default=None, repr=False)
+    _ended: dict[int, RecordedEnd] = field(default_factory=dict, repr=False, compare=False)
 
     def row_at(self, position: int, index: int = 0) -> RecordedRow | None:
         """Return the last choice of what stands at this position; None where it was given."""
@@ -302,6 +305,7 @@ class RecordedRun:
         twin.tokens = {index: [*ids] for index, ids in self.tokens.items()}
         twin.parent = self.name, len(self.tokens.get(0, []))
         twin.changes = [*self.changes]
+        self.forks.append(twin)
         return twin
 
 
@@ -772,8 +776,9 @@ def _end(record: Record, line: Mapping[str, Json]) -> None:
     index, kind = _whole(line["index"]), _text(line["kind"])
     ended = RecordedEnd(index, kind, line.get("matched"), _whole(line["length"]))
     run = _run_of(record, line)
-    if ended not in run.ends:
+    if run._ended.get(index) != ended:  # else it was written twice, around an interrupt
         run.ends.append(ended)
+        run._ended[index] = ended
 
 
 def _edit(record: Record, line: Mapping[str, Json]) -> None:
@@ -784,6 +789,7 @@ def _edit(record: Record, line: Mapping[str, Json]) -> None:
     own[at:] = _ids(line["ids"])
     run.given = set(_ids(line["given"]))
     run.ends.clear()
+    run._ended.clear()
 
 
 def _set(record: Record, line: Mapping[str, Json]) -> None:

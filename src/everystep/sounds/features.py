@@ -64,9 +64,10 @@ class WhisperFeatureExtractor:
         if values.get("dither"):
             what = "noise that is added to every sound is not supported"
             raise UnsupportedError(what, got=f"dither={values['dither']}")
-        known = {one.name for one in fields(cls)}
+        names = [one.name for one in fields(cls) if one.name in values]
+        own: dict[str, Any] = {name: values[name] for name in names}
         try:
-            return cls(**{name: value for name, value in values.items() if name in known})
+            return cls(**own)
         except RequestError as error:
             raise FormatError(f"{path}: {error}") from error
 

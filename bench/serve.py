@@ -181,7 +181,8 @@ def heavy(everybody: list[Contender]) -> list[dict[str, Any]]:
             found.append(asdict(figures))
             print(
                 f"{figures.name:20} status {figures.status}   {figures.seconds:6.2f} s"
-                f"   {figures.steps:5} steps meanwhile   longest wait {figures.longest:5.2f} steps",
+                f"   {figures.steps:5} steps meanwhile   longest wait {figures.longest:5.2f} steps"
+                f", {figures.alone:5.2f} of as many after it",
                 flush=True,
             )
     return found

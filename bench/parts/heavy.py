@@ -34,7 +34,8 @@ class HeavyFigures:
     """What became of a heavy ask, and of the stream beside it.
 
     `steps`: those of the stream meanwhile. `longest`: the longest time between two of its tokens
-    meanwhile, as a multiple of the usual one.
+    meanwhile, as a multiple of the usual one. `alone`: the longest of as many, fifty at least,
+    after it.
     """
 
     name: str
@@ -42,6 +43,7 @@ class HeavyFigures:
     seconds: float
     steps: int
     longest: float
+    alone: float
 
 
 def heavy_asks() -> list[HeavyAsk]:
@@ -127,8 +129,10 @@ def beside(port: int, model: str, ask: HeavyAsk) -> HeavyFigures:
     answer.read()
     connection.close()
     answered, steps = time.perf_counter(), stream.count - before
-    stream.wait(_CALM)
+    stream.wait(max(_CALM, steps))
     stream.leave()
     usual = statistics.median(stream.gaps(0.0, sent))
     longest = max(stream.gaps(sent, answered), default=0.0) / usual
-    return HeavyFigures(ask.name, answer.status, answered - sent, steps, longest)
+    after = stream.gaps(answered, time.perf_counter())[: max(_CALM, steps)]
+    alone = max(after) / usual
+    return HeavyFigures(ask.name, answer.status, answered - sent, steps, longest, alone)

@@ -142,6 +142,16 @@ def test_a_closed_standard_output_is_explained(command: list[str]) -> None:
     assert both.returncode == 1
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize("seed", [[], ["--seed", "1"]])  # beside greedy decoding: a warning
+def test_notes_that_find_no_room_end_no_work(seed: list[str]) -> None:
+    line = shlex.join(program("generate", "a", *seed))
+    done = subprocess.run(f"{line} 2>/dev/full", shell=True, cwd=ROOT, stdout=subprocess.PIPE)
+    wanted = run(program("generate", "a", *seed))
+    assert bool(seed) == bool(wanted.err) and done.stdout.decode() == wanted.out
+    assert done.returncode == wanted.code == 0
+
+
 def test_a_path_is_shown_as_it_is() -> None:
     with on_terminal(everystep("pull", "./[/x]/[bold]a")) as terminal:
         assert terminal.end() == 1

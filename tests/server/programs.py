@@ -20,15 +20,19 @@ from tests.server.serving import TOKENIZER, tiny
 
 @contextmanager
 def program(
-    folder: Path, *options: str, model: LanguageModel | None = None, errors: list[str] | None = None
+    folder: Path,
+    *options: str,
+    model: LanguageModel | None = None,
+    errors: list[str] | None = None,
+    **started: Any,
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`everystep serve` as people start it, and its address; it ends with 0. `errors`: where the
-    lines of its standard error go, which is a pipe."""
+    lines of its standard error go, which is a pipe. `started`: how its process is started."""
     (model or tiny()).save_pretrained(folder / "tiny")
     TOKENIZER.save_pretrained(folder / "tiny")
     command = everystep("serve", str(folder / "tiny"), "--threads", "1", *options)
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as running:
+    with subprocess.Popen(command, **pipes, **started) as running:
         assert running.stdout is not None and running.stderr is not None
         errors = [] if errors is None else errors
         reading = running.stderr

@@ -40,11 +40,11 @@ def tiny() -> LanguageModel:
     return tiny_llama(vocab_size=320, max_position_embeddings=4096)
 
 
-def in_thread(model: LanguageModel | None = None) -> ThreadMooring:
+def in_thread(model: LanguageModel | None = None, limits: EngineLimits = LIMITS) -> ThreadMooring:
     """An engine in a thread, that serves the model as "tiny"."""
     own = model or tiny()
     return ThreadMooring(
-        lambda: {"tiny": HostedModel(own, TOKENIZER, LIMITS, trials=TRIALS)}, LIMITS
+        lambda: {"tiny": HostedModel(own, TOKENIZER, limits, trials=TRIALS)}, limits
     )
 
 

@@ -247,6 +247,8 @@ RIGHT = (
     {"Authorization": "bearer   schl\xfcssel"},
     {"X-Api-Key": "schl\xfcssel"},
     {"Authorization": "Basic c2VjcmV0", "X-Api-Key": "schl\xfcssel"},
+    {"Authorization": "Bearer schl\xc3\xbcssel"},  # in UTF-8, as a shell sends it
+    {"X-Api-Key": "schl\xc3\xbcssel"},
 )
 WRONG = (
     *("", "Bearer", "Bearer \xff\xfe", "Bearer " + "x" * 9000, "\xe9" * 100),
@@ -254,6 +256,7 @@ WRONG = (
     *("Bearer schlussel", "Bearer schl\xfcssel x", "Bearer x schl\xfcssel"),
     *("Bearer Bearer schl\xfcssel", 'Bearer "schl\xfcssel"', "Bearer schl\xfcssel,", "Bearer null"),
     *("Bearer\tschl\xfcssel", "Bearerschl\xfcssel", "schl\xfcssel", "Token schl\xfcssel"),
+    *("Bearer schl\xc3\xbcsse", "Bearer schl\xc3\xbcssel\xc3", "Bearer schl\xc3ssel"),
     *("Basic schl\xfcssel", "Basic c2VjcmV0", f"Bearer {digest_of('schlüssel')}"),
 )
 

@@ -114,6 +114,8 @@ def test_a_stream_is_refused_as_a_row(tmp_path: Path, folder: Path) -> None:
         (["[" * 100_000 + "\n"], "invalid_json_line", 1),
         (['{"custom_id": 1, "method": "POST", "url": "x", "body": {}}\n'], "invalid_json_line", 1),
         (['{"custom_id": "a", "method": "POST", "url": "/v1/files"}\n'], "invalid_json_line", 1),
+        (['{"custom_id": "a", "custom_id": "b", ' + line("c")[1:]], "invalid_json_line", 1),
+        ([line("a").replace("{}", '{"n": 1, "n": 2}')], "invalid_json_line", 1),
         ([line("a", "/v1/batches")], "invalid_url", 1),
         ([line("", prompt="x")], "invalid_custom_id", 1),
         ([line("x" * 513, prompt="x")], "invalid_custom_id", 1),

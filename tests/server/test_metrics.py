@@ -50,6 +50,8 @@ def test_each_request_is_counted_once() -> None:
         ("request_queue_time_seconds", 4),
         ("request_inference_time_seconds", 4),
         ("request_generation_tokens", 4),
+        ("request_max_num_generation_tokens", 4),
+        ("request_prefill_kv_computed_tokens", 4),
         ("request_params_n", 4),
         ("time_to_first_token_seconds", 1),
         ("request_prefill_time_seconds", 1),
@@ -58,12 +60,50 @@ def test_each_request_is_counted_once() -> None:
     ):
         assert total(found, f"everystep_{name}_count", **model) == count, name
     assert total(found, "everystep_request_generation_tokens_sum") == 24
+    assert total(found, "everystep_request_max_num_generation_tokens_sum") == 6 + 6 + 6
+    computed = total(found, "everystep_request_prefill_kv_computed_tokens_sum")
+    prompts = total(found, "everystep_request_prompt_tokens_sum")
+    cached = total(found, "everystep_prompt_tokens_cached_total")
+    assert computed == prompts - cached > 0
     assert total(found, "everystep_request_success_total", finished_reason="length") == 4
     whole = total(found, "everystep_e2e_request_latency_seconds_sum")
     parts = ("request_queue_time_seconds", "request_inference_time_seconds")
     assert math.isclose(whole, sum(total(found, f"everystep_{one}_sum") for one in parts))
     assert total(found, "everystep_http_responses_total", status="400") == 1
     assert not any(name.startswith("vllm") for name, _ in found)
+
+
+def test_tokens_that_a_cache_held_are_not_computed() -> None:
+    asked = {**ASKED, "prompt": "hello the cat and the dog and the sea " * 8}
+    with served() as server:
+        for _ in range(3):
+            server.completion(**asked)
+        found = read(server)
+    own = "everystep_request_prefill_kv_computed_tokens"
+    assert total(found, f"{own}_count") == 3
+    cached = total(found, "everystep_prompt_tokens_cached_total")
+    prompts = total(found, "everystep_request_prompt_tokens_sum")
+    assert cached > 0 and total(found, f"{own}_sum") == prompts - cached
+
+
+VLLM_BOARD = (
+    *("e2e_request_latency_seconds_bucket", "prompt_tokens_total", "generation_tokens_total"),
+    *("inter_token_latency_seconds_bucket", "num_requests_running", "num_requests_waiting"),
+    *("time_to_first_token_seconds_bucket", "kv_cache_usage_perc", "request_success_total"),
+    *("request_prompt_tokens_bucket", "request_generation_tokens_bucket"),
+    *("request_queue_time_seconds_sum", "request_prefill_time_seconds_sum"),
+    *("request_decode_time_seconds_sum", "request_max_num_generation_tokens_sum"),
+)
+"""What the panels of vLLM's dashboard for Grafana show, but for the prefix `vllm:`."""
+
+
+def test_each_panel_of_vllm_s_dashboard_has_its_series() -> None:
+    with crowded(EngineLimits()) as (server, _, _):
+        server.post("/v1/completions", **ASKED, stream=True)
+        wanted = {f"vllm:{name}" for name in VLLM_BOARD}
+        while missing := wanted - {name for name, _ in read(server)}:  # told twice a second
+            assert missing == {"vllm:kv_cache_usage_perc"}
+            time.sleep(0.05)
 
 
 def test_names_of_vllm_say_the_same() -> None:

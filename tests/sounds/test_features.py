@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import types
 import wave
@@ -199,8 +198,18 @@ def test_what_are_no_sounds(name: str) -> None:
         call(es.WhisperFeatureExtractor())
 
 
-@pytest.mark.parametrize("values", [{"n_fft": 0}, {"hop_length": "10"}, {"dither": 0.1}, []])
-def test_folders_that_contradict_themselves(values: Any, tmp_path: Path) -> None:
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(values))
+@pytest.mark.parametrize(
+    "text",
+    [
+        *('{"n_fft": 0}', '{"hop_length": "10"}', '{"dither": 0.1}', "[]", "{", ""),
+        *(
+            '{"n_fft": 400, "n_fft": 200}',
+            '{"padding_value": NaN}',
+            '{"a":' * 100 + "1" + "}" * 100,
+        ),
+    ],
+)
+def test_folders_that_contradict_themselves(text: str, tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(text)
     with pytest.raises((FormatError, UnsupportedError)):
         es.WhisperFeatureExtractor.from_pretrained(tmp_path)

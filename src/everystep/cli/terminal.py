@@ -121,15 +121,20 @@ def write_item(heading: str, text: str) -> None:
 def note(text: str) -> None:
     """Write one line on standard error, whatever line breaks the text has.
 
-    On a terminal it is broken between words.
+    On a terminal it is broken between words. Where it cannot be written, as on a full disk, the
+    work goes on without it.
     """
     line = f"everystep: {harmless(' '.join(text.split()))}"
     if is_terminal(sys.stderr):
         line = "\n".join(
             textwrap.wrap(line, _columns(), break_long_words=False, break_on_hyphens=False)
         )
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+    try:
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+    except OSError:
+        # The stream keeps the line, and would try again at each line and at the end.
+        sys.stderr = _nowhere()
 
 
 def require_streams() -> None:
@@ -138,10 +143,15 @@ def require_streams() -> None:
     Raise FileError if standard output was closed before the program began.
     """
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (it stays open to the end)
+        sys.stderr = _nowhere()
     if sys.stdout is None:
         do = "Leave >&- out, or write >/dev/null"
         raise FileError("standard output is closed, so there is no place for an answer", do=do)
+
+
+def _nowhere() -> TextIO:
+    """Return a stream that takes everything, open to the end."""
+    return open(os.devnull, "w")
 
 
 def tolerate_narrow_encodings() -> None:

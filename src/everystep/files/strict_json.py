@@ -77,6 +77,15 @@ def _parsed(data: bytes, name: str, kind: type[T], infinite: bool) -> T:
     return value
 
 
+def require_single_keys(data: bytes) -> None:
+    """Refuse JSON in which an object has a key twice; ValueError names it.
+
+    For JSON that another parser reads, of which the last one of two would hold. Numbers stay texts,
+    so that none is too long.
+    """
+    json.loads(data, object_pairs_hook=_unique, parse_int=str, parse_float=str)
+
+
 def field(
     data: dict[str, object], key: str, kind: type[T], name: str, default: T | None = None
 ) -> T:

@@ -105,9 +105,16 @@ class RecordFolder:
 
 
 def key_of(authorization: str, api_key: str) -> str:
-    """Return the key in the headers of a request, empty for none."""
+    """Return the key in the headers of a request, empty for none.
+
+    Headers come as Latin-1; a key whose bytes are UTF-8, as a shell sends them, is read as that.
+    """
     kind, _, value = authorization.partition(" ")
-    return value.strip() if kind.lower() == "bearer" else api_key.strip()
+    said = value.strip() if kind.lower() == "bearer" else api_key.strip()
+    try:
+        return said.encode("latin-1").decode("utf-8")
+    except UnicodeError:
+        return said
 
 
 def is_loopback(host: str) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from everystep.errors import FormatError, MissingFileError, RequestError
+from everystep.files.strict_json import require_single_keys
 from everystep.server.fields import Json
 from everystep.server.inside import InnerReply
 from everystep.server.raw_lines import LONGEST, raw_lines
@@ -104,8 +105,9 @@ def _fault(raw: bytes, urls: Collection[str], seen: set[bytes]) -> tuple[str, st
         return "line_too_long", f"the line is longer than {LONGEST} bytes"
     try:
         line = _lines.decode(raw)
+        require_single_keys(raw)
         body = bytes(line.body).lstrip()
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
         return "invalid_json_line", f"this cannot be read: {str(error)[:120]}"
     if not 0 < len(line.custom_id) <= 512:
         return "invalid_custom_id", "a custom_id has 1 to 512 characters"

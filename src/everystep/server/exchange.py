@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from everystep.errors import EverystepError, RequestError
+from everystep.files.strict_json import require_single_keys
 from everystep.server.access import Hosts, Keys, RecordFolder
 from everystep.server.asking import Caller
 from everystep.server.fields import Json
@@ -143,6 +144,13 @@ def named_in(text: str, names: Iterable[str]) -> str | None:
 # --- one exchange ---------------------------------------------------------------------------------
 
 
+def _parsed(raw: bytes) -> Json:
+    """Return the value of JSON in which each object has a key once; ValueError names another."""
+    found: Json = msgspec.json.decode(raw)
+    require_single_keys(raw)
+    return found
+
+
 class Exchange:
     """One request and its answer."""
 
@@ -178,9 +186,8 @@ class Exchange:
         self.listen()
         self.is_long = len(raw) > 1 << 16
         try:
-            decode = msgspec.json.decode
-            found = await asyncio.to_thread(decode, raw) if self.is_long else decode(raw)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            found = await asyncio.to_thread(_parsed, raw) if self.is_long else _parsed(raw)
+        except (msgspec.DecodeError, RecursionError, ValueError) as error:
             raise RequestError("the body is no JSON", got=str(error)[:200]) from error
         self.names = tuple(found)[:256] if isinstance(found, dict) else ()
         return found

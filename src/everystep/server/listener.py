@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,8 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from everystep.server.exchange import FrontSettings, HttpError, error_body
 from everystep.server.request_log import RequestLine
+
+log = logging.getLogger("everystep.server")
 
 _BACKLOG = 512
 """Connections that wait to be taken, at most."""
@@ -70,12 +73,30 @@ def _listening(found: socket.socket, address: tuple[str, int] | str) -> socket.s
 
 
 class Listener(uvicorn.Server):
-    """A server of uvicorn without its handlers of signals."""
+    """A server of uvicorn without its handlers of signals, which says once a second at most that
+    it has no descriptor for another connection."""
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until `should_exit`."""
+        self._silent_until = 0.0
+        asyncio.get_running_loop().set_exception_handler(self._fault)
+        await super().serve(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals as they are."""
         yield
+
+    def _fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Take notice of a fault of the loop. Where descriptors run out, asyncio tells thousands at
+        once, and listens again for each of them a second later, be the socket closed or not."""
+        text = context["message"]
+        if "socket.accept() out of system resource" in text:
+            if loop.time() >= self._silent_until:
+                self._silent_until = loop.time() + 1.0
+                log.warning("no descriptor is left: clients wait until others have gone")
+        elif not (self.should_exit and "._start_serving(" in text):
+            loop.default_exception_handler(context)
 
 
 class Doorkeeper(asyncio.Protocol):

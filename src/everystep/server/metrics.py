@@ -51,7 +51,9 @@ _HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "request_prefill_time_seconds": ("Of these, to the first token of a stream.", _WAITS),
     "request_decode_time_seconds": ("Of these, after the first token of a stream.", _WHOLE),
     "request_prompt_tokens": ("Tokens of a prompt.", _TOKENS),
+    "request_prefill_kv_computed_tokens": ("Of these, tokens that no cache held.", _TOKENS),
     "request_generation_tokens": ("Tokens that were made for a prompt.", _TOKENS),
+    "request_max_num_generation_tokens": ("Of these, tokens of its longest answer.", _TOKENS),
     "request_params_max_tokens": ("Tokens of an answer that were asked for at most.", _TOKENS),
     "request_params_n": ("Answers that were asked for.", _COUNTS),
 }
@@ -231,7 +233,8 @@ class RequestWatch:
         self._observe("request_prefill_time_seconds", now - self._begun.get(number, self._since))
 
     def _over(self, number: int, message: Over, now: float) -> None:
-        made = sum(len(one.tokens) for one in message.results)
+        lengths = [len(one.tokens) for one in message.results]
+        made = sum(lengths)
         self._observe("e2e_request_latency_seconds", now - self._since)
         begun, first = self._begun.get(number, self._since), self._first.get(number)
         self._observe("request_inference_time_seconds", now - begun)
@@ -241,8 +244,12 @@ class RequestWatch:
                 each = (now - first) / (made - 1)
                 self._observe("request_time_per_output_token_seconds", each)
         if message.results:
-            self._observe("request_prompt_tokens", message.results[0].prompt_tokens)
+            answer = message.results[0]
+            self._observe("request_prompt_tokens", answer.prompt_tokens)
+            computed = answer.prompt_tokens - answer.cached_tokens
+            self._observe("request_prefill_kv_computed_tokens", computed)
         self._observe("request_generation_tokens", made)
+        self._observe("request_max_num_generation_tokens", max(lengths, default=0))
         for one in message.results:
             reason = _REASONS.get(one.kind, "stop")
             self.reasons.append(reason)

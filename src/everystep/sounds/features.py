@@ -7,7 +7,6 @@ by 1e-5 as a rule, and by more where a mel is nearly silent beside a loud one.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from everystep.errors import FormatError, MissingFileError, RequestError, UnsupportedError, shown
 from everystep.files.opening import as_path
+from everystep.files.strict_json import read_json
 
 PREPROCESSOR = "preprocessor_config.json"
 _TOP = 8000.0  # hertz of the highest mel
@@ -59,20 +59,15 @@ class WhisperFeatureExtractor:
         noise that would be added to every sound.
         """
         path = as_path(folder) / PREPROCESSOR
-        if not path.is_file():
+        if (values := read_json(path)) is None:
             raise MissingFileError(f"{path} is not there", do="Make one: WhisperFeatureExtractor()")
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise FormatError(f"{path} is no JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise FormatError(f"{path} is no object", got=type(values).__name__)
         if values.get("dither"):
             what = "noise that is added to every sound is not supported"
             raise UnsupportedError(what, got=f"dither={values['dither']}")
-        known = {one.name for one in fields(cls)}
+        names = [one.name for one in fields(cls) if one.name in values]
+        own: dict[str, Any] = {name: values[name] for name in names}
         try:
-            return cls(**{name: value for name, value in values.items() if name in known})
+            return cls(**own)
         except RequestError as error:
             raise FormatError(f"{path}: {error}") from error
 

@@ -1,4 +1,5 @@
-"""Special tokens that somebody only wrote: in what users, tools and documents say they stay text.
+"""Special tokens that somebody only wrote: in what users, tools and documents say, and in the
+schemas of tools, they stay text.
 
 Who can write `<|im_end|>` into a message could otherwise end it, and speak for the assistant. The
 text of a special token in such a message is marked before the template renders it. Where a marked
@@ -23,6 +24,7 @@ from everystep.text.call_arguments import columns_of
 from everystep.text.native import native_call
 from everystep.text.parts import PART, Encoded, encoded
 from everystep.text.template import ChatTemplate, RenderedChat, endless, plain, tokens_within
+from everystep.text.tool_schemas import tool_schemas
 
 # Characters that Unicode reserves for use inside a program, and for nobody.
 MARK = "\ufdd3"
@@ -187,6 +189,7 @@ def rendered_chats(
     chats: Sequence[Sequence[Any]],
     literals: Literals | None,
     *,
+    tools: Any,
     documents: Any,
     **names: Any,
 ) -> list[RenderedChat]:
@@ -194,7 +197,8 @@ def rendered_chats(
     `literals`."""
     if literals is not None:
         chats, documents = [literals.in_chat(chat) for chat in chats], literals.marked(documents)
-    return [template.render(chat, documents=documents, **names) for chat in chats]
+        tools = literals.marked(tool_schemas(tools))
+    return [template.render(chat, tools=tools, documents=documents, **names) for chat in chats]
 
 
 def columns_of_chats(

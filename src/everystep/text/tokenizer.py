@@ -213,9 +213,9 @@ class Tokenizer:
         No special tokens are added to those that the template writes. Text if not `tokenize`,
         ids if not `return_dict`. `assistant_masks` is 1 where a token lies in a
         `{% generation %}` block. What looks like a special token in a message of a user or tool,
-        or in a document, stays text unless `split_special_tokens` is False. A tool is a JSON
-        schema, or a function with type hints and a docstring in Google's style. Further arguments
-        are variables of the template; what it does not read is an error.
+        in a document or in the schema of a tool, stays text unless `split_special_tokens` is False.
+        A tool is a JSON schema, or a function with type hints and a docstring in Google's style.
+        Further arguments are variables of the template; what it does not read is an error.
         """
         chats, single = as_chats(conversation)
         if add_generation_prompt or return_assistant_tokens_mask:

@@ -233,13 +233,14 @@ KINDS = {
 }
 
 
+@pytest.mark.parametrize("steps", [8, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KINDS)
-def test_steps_of_an_adapter_are_pefts(name: str, tmp_path: Path) -> None:
+def test_steps_of_an_adapter_are_pefts(name: str, steps: int, tmp_path: Path) -> None:
     """From the same first values, with weights that stay as they are."""
     reference = reference_decoder("llama", torch.float32)
     model = LanguageModel(ours(reference))
     frozen = {key: one.clone() for key, one in model.state_dict().items()}
-    usual = {"max_steps": 8, "per_device_train_batch_size": 4, "learning_rate": 2e-3}
+    usual = {"max_steps": steps, "per_device_train_batch_size": 4, "learning_rate": 2e-3}
     usual |= {"gradient_accumulation_steps": 2, "adam_epsilon": 1e-5, "logging_steps": 1}
     usual |= {"save_strategy": "no", "disable_tqdm": True, "weight_decay": 0.1}
     torch.manual_seed(1)

@@ -19,7 +19,6 @@ from everystep.api.model import LanguageModel
 from everystep.models import named_weights
 from everystep.testing.models import tiny_llama
 from tests.adapters.making import PROJECTIONS, random_lora, write_folder
-from tests.api.asking import asked
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": None}
 PLAIN = [5, 9, 30, 7]
@@ -140,38 +139,5 @@ def test_an_adapter_that_comes_later_is_there_for_an_engine_that_runs(
             finally:
                 model.delete_adapter("later")
             assert await engine.generate(PLAIN, **OPTIONS) == before
-
-    asyncio.run(main())
-
-
-def test_another_adapter_of_the_same_name_finds_no_rows_of_the_first(
-    model: LanguageModel, tmp_path: Path
-) -> None:
-    weights = dict(named_weights(model.core))  # type: ignore[arg-type]
-    for number in (11, 12):
-        write_folder(tmp_path / f"{number}", random_lora(weights, number, PROJECTIONS, 3))
-    prompt, given = [*PLAIN] * 20, {**OPTIONS, "adapter_names": "again"}
-
-    async def fed(engine: es.AsyncEngine) -> int:
-        return await asked(engine, lambda inner: inner.counts.fed)
-
-    async def main() -> None:
-        async with es.AsyncEngine(model) as engine:
-            answers = []
-            for number in (11, 12, 11):
-                model.load_adapter(tmp_path / f"{number}", "again")
-                try:
-                    alone = by_text(model, prompt, given)
-                    before = await fed(engine)
-                    first = await engine.generate(prompt, **given)
-                    between = await fed(engine)
-                    again = await engine.generate(prompt, **given)
-                    after = await fed(engine)
-                finally:
-                    model.delete_adapter("again")
-                assert first == again == alone
-                assert between - before >= len(prompt) > after - between
-                answers.append([*first])
-            assert answers[0] != answers[1] and answers[0] == answers[2]
 
     asyncio.run(main())

@@ -10,6 +10,8 @@ import resource
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,54 +54,35 @@ def test_a_server_needs_no_home(tmp_path: Path) -> None:
     assert list(empty.iterdir()) == []
 
 
-def test_a_server_needs_no_place_for_what_it_says(tmp_path: Path) -> None:
-    """Its standard error is closed when it starts. A closed standard output is refused as for every
-    command, with what to do: tests/cli/test_failures.py."""
+@contextmanager
+def saying_nothing(folder: Path, where: str) -> Iterator[str]:
+    """The address of a program whose standard error goes where a shell's words say; it ends with
+    0."""
     for one in (tiny(), TOKENIZER):
-        one.save_pretrained(tmp_path / "tiny")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = everystep("serve", str(tmp_path / "tiny"), "--threads", "1", "--port", str(port))
-    closing = ["sh", "-c", 'exec "$@" >/dev/null 2>&-', "sh", *command]
-    with subprocess.Popen(closing) as running:
+        one.save_pretrained(folder / "tiny")
+    command = everystep("serve", str(folder / "tiny"), "--threads", "1", "--port", "0")
+    line = ["sh", "-c", f'exec "$@" {where}', "sh", *command]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as running:
         try:
-            deadline = time.monotonic() + PATIENCE
-            while time.monotonic() < deadline and running.poll() is None:
-                try:
-                    if httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200:
-                        break
-                except httpx.TransportError:
-                    time.sleep(0.1)
-            assert answered(f"http://127.0.0.1:{port}")
+            assert running.stdout is not None
+            yield re.findall(r"serving tiny on (\S+)", running.stdout.readline())[0]
             running.terminate()
             assert running.wait(PATIENCE) == 0
         finally:
             running.kill()
+
+
+def test_a_server_needs_no_place_for_what_it_says(tmp_path: Path) -> None:
+    """Its standard error is closed when it starts. A closed standard output is refused as for every
+    command, with what to do: tests/cli/test_failures.py."""
+    with saying_nothing(tmp_path, "2>&-") as url:
+        assert answered(url)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_log_on_a_full_disk_fails_no_request(tmp_path: Path) -> None:
-    lines = tmp_path / "tiny-output"
-    for one in (tiny(), TOKENIZER):
-        one.save_pretrained(tmp_path / "tiny")
-    command = everystep("serve", str(tmp_path / "tiny"), "--threads", "1", "--port", "0")
-    with (
-        lines.open("w") as output,
-        Path("/dev/full").open("w") as full,
-        subprocess.Popen(command, stdout=output, stderr=full) as running,
-    ):
-        try:
-            deadline = time.monotonic() + PATIENCE
-            while not lines.read_text().endswith("\n") and time.monotonic() < deadline:
-                assert running.poll() is None
-                time.sleep(0.1)
-            url = re.findall(r"http://[\d.:]+", lines.read_text())[0]
-            assert all(answered(url) for _ in range(3))
-            running.terminate()
-            assert running.wait(PATIENCE) == 0
-        finally:
-            running.kill()
+    with saying_nothing(tmp_path, "2>/dev/full") as url:
+        assert all(answered(url) for _ in range(3))
 
 
 def test_descriptors_that_run_out_stop_nobody_who_is_connected(tmp_path: Path) -> None:
